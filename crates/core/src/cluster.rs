@@ -1,0 +1,212 @@
+//! Which nodes there are and what each of them does.
+
+use crate::{LaneId, NodeId};
+use serde::{Deserialize, Serialize};
+use std::{fmt, str::FromStr};
+
+/// The nodes of a job. Workers are nodes `0..workers`, dedicated servers follow.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Cluster {
+    workers: u16,
+    servers: Servers,
+    lanes: u16,
+}
+
+/// What a node does. Every node does at least one of the two.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Role {
+    /// Computes gradients.
+    pub worker: bool,
+    /// Holds shards of the store.
+    pub server: bool,
+}
+
+/// Where the store lives: the same code serves all three, only the placement differs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(into = "String", try_from = "String")]
+pub enum Servers {
+    /// Every worker node holds shards (the default).
+    Colocated,
+    /// This many extra nodes hold all shards, workers none.
+    Dedicated(u16),
+    /// Every worker node and this many extra nodes hold shards.
+    Mixed(u16),
+}
+
+/// A cluster that cannot exist.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum ClusterError {
+    /// Nobody computes.
+    #[error("a cluster needs at least 1 worker, got 0")]
+    NoWorkers,
+    /// Nobody holds parameters.
+    #[error("a cluster with dedicated servers needs at least 1 of them, got 0")]
+    NoServers,
+    /// Nobody moves bytes.
+    #[error("a node needs at least 1 lane, got 0")]
+    NoLanes,
+    /// Node ids are 16 bits wide and the last one is reserved.
+    #[error("a cluster has at most 65534 nodes, got {0}")]
+    TooManyNodes(u32),
+}
+
+impl Cluster {
+    /// A cluster of `workers` workers with the given servers and `lanes` lanes on every node.
+    pub fn new(workers: u16, servers: Servers, lanes: u16) -> Result<Self, ClusterError> {
+        if workers == 0 {
+            return Err(ClusterError::NoWorkers);
+        }
+        if servers == Servers::Dedicated(0) {
+            return Err(ClusterError::NoServers);
+        }
+        if lanes == 0 {
+            return Err(ClusterError::NoLanes);
+        }
+        let nodes = u32::from(workers) + u32::from(servers.extra());
+        if nodes >= u32::from(u16::MAX) {
+            return Err(ClusterError::TooManyNodes(nodes));
+        }
+        Ok(Self { workers, servers, lanes })
+    }
+
+    /// Number of workers: what a complete chunk counts to.
+    pub fn workers(&self) -> usize {
+        self.workers.into()
+    }
+
+    /// Number of nodes, servers included.
+    pub fn nodes(&self) -> usize {
+        usize::from(self.workers) + usize::from(self.servers.extra())
+    }
+
+    /// Number of lanes on every node.
+    pub fn lanes(&self) -> u16 {
+        self.lanes
+    }
+
+    /// Where the store lives.
+    pub fn servers(&self) -> Servers {
+        self.servers
+    }
+
+    /// What `node` does. `None` if there is no such node.
+    pub fn role(&self, node: NodeId) -> Option<Role> {
+        let worker = node.0 < self.workers;
+        let server = !worker || !matches!(self.servers, Servers::Dedicated(_));
+        (node.index() < self.nodes()).then_some(Role { worker, server })
+    }
+
+    /// All nodes, in order of their ids.
+    pub fn node_ids(&self) -> impl Iterator<Item = NodeId> + use<> {
+        (0..self.nodes() as u16).map(NodeId)
+    }
+
+    /// The nodes that compute gradients, in order of their ranks.
+    pub fn worker_ids(&self) -> impl Iterator<Item = NodeId> + use<> {
+        (0..self.workers).map(NodeId)
+    }
+
+    /// The nodes that hold shards, in order of their ids.
+    pub fn server_ids(&self) -> impl Iterator<Item = NodeId> + '_ {
+        self.node_ids().filter(|&n| self.role(n).is_some_and(|r| r.server))
+    }
+
+    /// All lanes of a node.
+    pub fn lane_ids(&self) -> impl Iterator<Item = LaneId> + use<> {
+        (0..self.lanes).map(LaneId)
+    }
+
+    /// How a person would call `node`: "worker 3" or "server 0 (node 8)".
+    pub fn name(&self, node: NodeId) -> String {
+        match node.0.checked_sub(self.workers) {
+            None => format!("worker {node}"),
+            Some(server) => format!("server {server} (node {node})"),
+        }
+    }
+}
+
+impl Servers {
+    /// Nodes that are servers only.
+    pub fn extra(self) -> u16 {
+        match self {
+            Self::Colocated => 0,
+            Self::Dedicated(n) | Self::Mixed(n) => n,
+        }
+    }
+}
+
+impl fmt::Display for Servers {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Colocated => f.write_str("colocated"),
+            Self::Dedicated(n) => write!(f, "{n}"),
+            Self::Mixed(n) => write!(f, "colocated+{n}"),
+        }
+    }
+}
+
+impl FromStr for Servers {
+    type Err = String;
+
+    fn from_str(s: &str) -> Result<Self, String> {
+        let count = |n: &str| {
+            n.parse::<u16>().map_err(|_| {
+                format!("expected 'colocated', a number of dedicated servers, or 'colocated+N', got '{s}'")
+            })
+        };
+        match s.strip_prefix("colocated") {
+            Some("") => Ok(Self::Colocated),
+            Some(rest) => Ok(Self::Mixed(count(rest.strip_prefix('+').unwrap_or(rest))?)),
+            None => Ok(Self::Dedicated(count(s)?)),
+        }
+    }
+}
+
+impl From<Servers> for String {
+    fn from(servers: Servers) -> Self {
+        servers.to_string()
+    }
+}
+
+impl TryFrom<String> for Servers {
+    type Error = String;
+
+    fn try_from(s: String) -> Result<Self, String> {
+        s.parse()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn roles_follow_the_servers() {
+        let role = |servers, node| Cluster::new(2, servers, 1).unwrap().role(NodeId(node));
+        let both = Some(Role { worker: true, server: true });
+        let worker = Some(Role { worker: true, server: false });
+        let server = Some(Role { worker: false, server: true });
+        assert_eq!([0, 1, 2].map(|n| role(Servers::Colocated, n)), [both, both, None]);
+        assert_eq!([0, 1, 2].map(|n| role(Servers::Dedicated(1), n)), [worker, worker, server]);
+        assert_eq!([0, 1, 2].map(|n| role(Servers::Mixed(1), n)), [both, both, server]);
+    }
+
+    #[test]
+    fn impossible_clusters_say_what_is_missing() {
+        assert_eq!(Cluster::new(0, Servers::Colocated, 1), Err(ClusterError::NoWorkers));
+        assert_eq!(Cluster::new(1, Servers::Dedicated(0), 1), Err(ClusterError::NoServers));
+        assert_eq!(Cluster::new(1, Servers::Colocated, 0), Err(ClusterError::NoLanes));
+        let crowd = Cluster::new(u16::MAX, Servers::Colocated, 1);
+        assert_eq!(crowd, Err(ClusterError::TooManyNodes(65535)));
+    }
+
+    #[test]
+    fn servers_round_trip_through_text() {
+        for s in [Servers::Colocated, Servers::Dedicated(3), Servers::Mixed(2)] {
+            assert_eq!(s.to_string().parse(), Ok(s));
+        }
+        assert!("colo".parse::<Servers>().unwrap_err().contains("'colo'"));
+        assert!("-1".parse::<Servers>().is_err());
+    }
+}

@@ -1,0 +1,35 @@
+//! Poseidon's pure core: no I/O, no threads, no clock, no environment.
+//!
+//! * [`layer`], [`cluster`]: what is trained, and on which nodes.
+//! * [`chunk`], [`plan`]: how a layer is cut into chunks and where each chunk lives.
+//! * [`wire`]: the bytes two nodes exchange (`docs/wire.md`).
+//! * [`syncer`]: the state machine of one layer on one lane of a worker.
+//! * [`store`]: the state machine of one shard: accumulates, updates, answers.
+//! * [`optim`]: what a shard does with a reduced gradient.
+//!
+//! State machines take inputs through `handle_*` and give outputs as return values or through
+//! `poll_*`. Time is an argument. Payloads are borrowed: core never copies a tensor it was not
+//! asked to reduce.
+#![forbid(unsafe_code)]
+
+pub mod chunk;
+pub mod cluster;
+pub mod layer;
+pub mod optim;
+pub mod plan;
+pub mod store;
+pub mod syncer;
+pub mod wire;
+
+mod ids;
+mod violation;
+
+pub use chunk::{ChunkKey, ChunkSize, Chunks};
+pub use cluster::{Cluster, Role, Servers};
+pub use ids::{Clock, LaneId, LayerId, NodeId};
+pub use layer::{Layer, LayerKind};
+pub use optim::{Optimizer, Reduction};
+pub use plan::{Plan, Shard};
+pub use store::Store;
+pub use syncer::Syncer;
+pub use violation::Violation;

@@ -1,0 +1,332 @@
+//! The state machine of one shard: the chunks of one lane of one server node (Poseidon 2017 §4.1).
+//!
+//! A chunk collects one contribution from every worker, in pieces, as the network delivers them.
+//! When the last one is in, the optimizer runs on the chunk while it is still in cache and the
+//! result goes to every worker. Sums live in recycled buffers, so a shard that keeps up touches
+//! only a few chunks' worth of memory however large the model is.
+
+use crate::optim::{self, Optimizer, Step};
+
+use crate::wire::{Header, Kind};
+use crate::{ChunkKey, Clock, NodeId, Plan, Shard, Violation};
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::Duration;
+
+/// One shard of the KV store.
+#[derive(Debug)]
+pub struct Store {
+    workers: usize,
+    optimizer: Optimizer,
+    order: Order,
+    slots: Vec<Slot>,
+    /// Layer → chunk → slot. Only this shard's chunks have one.
+    index: Vec<Vec<Option<SlotId>>>,
+    /// Free buffers by length, last used first: the warmest in cache.
+    free: BTreeMap<usize, Vec<Arc<[f32]>>>,
+}
+
+/// In which order contributions are added.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Order {
+    /// As they come: the fastest, and replicas still agree with each other bit by bit.
+    #[default]
+    Arrival,
+    /// By rank: a run is bit-identical to its repetition. Costs a buffer for every contribution
+    /// that comes before its turn.
+    Rank,
+}
+
+/// A contribution on its way into a chunk.
+#[derive(Debug)]
+pub struct Contribution {
+    slot: SlotId,
+    worker: usize,
+    done: usize,
+    len: usize,
+}
+
+/// A chunk whose clock is complete: `result` goes to every worker.
+#[derive(Debug)]
+pub struct Completed {
+    /// The chunk.
+    pub key: ChunkKey,
+    /// The clock that is complete.
+    pub clock: Clock,
+    /// The reduced gradient or the new parameters. Hand it back with [`Store::release`].
+    pub result: Arc<[f32]>,
+}
+
+/// A chunk that has waited too long.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Stall {
+    /// The chunk.
+    pub key: ChunkKey,
+    /// The clock it is collecting.
+    pub clock: Clock,
+    /// The workers it has nothing from.
+    pub missing: Vec<NodeId>,
+    /// Since the first contribution to this clock.
+    pub waited: Duration,
+}
+
+type SlotId = u32;
+
+#[derive(Debug)]
+struct Slot {
+    key: ChunkKey,
+    len: usize,
+    /// The clock it collects or will collect next.
+    clock: Clock,
+    parameters: Option<Arc<[f32]>>,
+    state: Vec<Vec<f32>>,
+    contributors: Box<[Progress]>,
+    round: Option<Round>,
+}
+
+/// What has come for the clock a slot collects.
+#[derive(Debug)]
+struct Round {
+    kind: Kind,
+    rate: f32,
+    opened: Duration,
+    sum: Arc<[f32]>,
+    /// Elements of `sum` that hold something. Every contribution comes in order, so this is as far
+    /// as the fastest one has come: below it pieces are added, above it they are assigned, and the
+    /// buffer needs no clearing.
+    filled: usize,
+    finished: usize,
+    /// [`Order::Rank`]: contributions that wait for their turn, and whose turn it is.
+    waiting: BTreeMap<usize, Arc<[f32]>>,
+    turn: usize,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Progress {
+    Absent,
+    Arriving,
+    Done,
+}
+
+impl Store {
+    /// The shard `shard` of `plan`, which collects from `workers` workers.
+    pub fn new(
+        plan: &Plan,
+        shard: Shard,
+        workers: usize,
+        optimizer: Optimizer,
+        order: Order,
+    ) -> Self {
+        let mut index = vec![Vec::new(); plan.layers()];
+        let mut slots = Vec::new();
+        for (key, _) in plan.all_chunks().filter(|(_, s)| *s == shard) {
+            let row = &mut index[key.layer.index()];
+            row.resize(key.index as usize + 1, None);
+            row[key.index as usize] = Some(slots.len() as SlotId);
+            slots.push(Slot {
+                key,
+                len: plan.len(key),
+                clock: Clock(0),
+                parameters: None,
+                state: Vec::new(),
+                contributors: vec![Progress::Absent; workers].into(),
+                round: None,
+            });
+        }
+        Self { workers, optimizer, order, slots, index, free: BTreeMap::new() }
+    }
+
+    /// A contribution is about to arrive, from the wire or from the worker on this node. Checks it
+    /// before a byte of its payload is taken.
+    pub fn handle_push(
+        &mut self,
+        header: &Header,
+        now: Duration,
+    ) -> Result<Contribution, Violation> {
+        let row = self.index.get(header.chunk.layer.index());
+        let slot = row.and_then(|r| *r.get(header.chunk.index as usize)?);
+        let id = slot.ok_or(Violation::UnknownChunk)?;
+        let slot = &mut self.slots[id as usize];
+        let worker = header.sender.index();
+        if worker >= self.workers {
+            return Err(Violation::NotAWorker(header.sender));
+        }
+        // Worker 0's initial values are everybody's; the others only say that they are ready.
+        let carries = header.kind != Kind::Init || worker == 0;
+        let expected = if carries { slot.len * size_of::<f32>() } else { 0 };
+        if header.length as usize != expected {
+            return Err(Violation::Length { expected, got: header.length as usize });
+        }
+        // A shard that keeps no parameters can do without initial ones.
+        let skips_init = header.kind == Kind::Push
+            && self.optimizer.is_stateless()
+            && slot.clock == Clock(0)
+            && slot.round.is_none();
+        if skips_init {
+            slot.clock = Clock(1);
+        }
+        match header.kind {
+            Kind::Init if header.clock != Clock(0) => {
+                return Err(Violation::Clock { expected: Clock(0), got: header.clock });
+            }
+            Kind::Push if slot.clock == Clock(0) => return Err(Violation::NotInitialised),
+            Kind::Init | Kind::Push => {}
+            _ => return Err(Violation::WrongKind),
+        }
+        if header.clock != slot.clock {
+            return Err(Violation::Clock { expected: slot.clock, got: header.clock });
+        }
+        if slot.contributors[worker] != Progress::Absent {
+            return Err(Violation::Duplicate(header.clock));
+        }
+        match &slot.round {
+            Some(round) if round.rate.to_bits() != header.value.to_bits() => {
+                return Err(Violation::Rate { expected: round.rate, got: header.value });
+            }
+            Some(_) => {}
+            None => {
+                slot.round = Some(Round {
+                    kind: header.kind,
+                    rate: header.value,
+                    opened: now,
+                    sum: buffer(&mut self.free, slot.len),
+                    filled: 0,
+                    finished: 0,
+                    waiting: BTreeMap::new(),
+                    turn: 0,
+                });
+            }
+        }
+        slot.contributors[worker] = Progress::Arriving;
+        Ok(Contribution { slot: id, worker, done: 0, len: expected / size_of::<f32>() })
+    }
+
+    /// The next piece of a contribution. Pieces come in order and are as long as the network made
+    /// them.
+    pub fn handle_piece(&mut self, contribution: &mut Contribution, piece: &[f32]) {
+        let slot = &mut self.slots[contribution.slot as usize];
+        let round = slot.round.as_mut().expect("a contribution keeps its round open");
+        let start = contribution.done;
+        contribution.done += piece.len();
+        if self.order == Order::Rank && round.kind == Kind::Push {
+            let free = &mut self.free;
+            let own = round.waiting.entry(contribution.worker);
+            let own = own.or_insert_with(|| buffer(free, slot.len));
+            unshared(own)[start..contribution.done].copy_from_slice(piece);
+        } else {
+            add_or_assign(round, start, piece);
+        }
+    }
+
+    /// All pieces of a contribution are in. Returns the chunk when that completes its clock.
+    pub fn handle_contributed(&mut self, contribution: Contribution) -> Option<Completed> {
+        debug_assert_eq!(contribution.done, contribution.len, "a piece is missing");
+        let slot = &mut self.slots[contribution.slot as usize];
+        let round = slot.round.as_mut().expect("a contribution keeps its round open");
+        slot.contributors[contribution.worker] = Progress::Done;
+        round.finished += 1;
+        if self.order == Order::Rank && round.kind == Kind::Push {
+            while slot.contributors.get(round.turn) == Some(&Progress::Done) {
+                if let Some(own) = round.waiting.remove(&round.turn) {
+                    add_or_assign(round, 0, &own);
+                    self.free.entry(slot.len).or_default().push(own);
+                }
+                round.turn += 1;
+            }
+        }
+        (round.finished == self.workers).then(|| self.complete(contribution.slot))
+    }
+
+    /// A result has been handed to a link or copied. The last hand to let go returns the buffer to
+    /// the pool.
+    pub fn release(&mut self, result: Arc<[f32]>) {
+        if Arc::strong_count(&result) == 1 {
+            self.free.entry(result.len()).or_default().push(result);
+        }
+    }
+
+    /// The chunk that has been waiting longest for a missing worker, if it is over `limit`.
+    pub fn poll_stalled(&self, now: Duration, limit: Duration) -> Option<Stall> {
+        let open = self.slots.iter().filter_map(|s| Some((s, s.round.as_ref()?)));
+        let (slot, round) = open.min_by_key(|(_, round)| round.opened)?;
+        let waited = now.saturating_sub(round.opened);
+        if waited < limit {
+            return None;
+        }
+        let missing = slot.contributors.iter().zip(0..);
+        let missing = missing.filter(|(p, _)| **p != Progress::Done).map(|(_, n)| NodeId(n));
+        Some(Stall { key: slot.key, clock: slot.clock, missing: missing.collect(), waited })
+    }
+
+    /// Bytes of sums, parameters and optimizer state this shard holds, free buffers included.
+    pub fn bytes(&self) -> usize {
+        let free: usize = self.free.iter().map(|(len, buffers)| len * buffers.len()).sum();
+        let held = self.slots.iter().map(|s| {
+            let round = s.round.as_ref().map_or(0, |r| s.len * (1 + r.waiting.len()));
+            let parameters = s.parameters.as_ref().map_or(0, |p| p.len());
+            round + parameters + s.state.iter().map(Vec::len).sum::<usize>()
+        });
+        (free + held.sum::<usize>()) * size_of::<f32>()
+    }
+
+    fn complete(&mut self, id: SlotId) -> Completed {
+        let slot = &mut self.slots[id as usize];
+        let mut round = slot.round.take().expect("only an open round completes");
+        let clock = slot.clock;
+        slot.clock = clock.next();
+        slot.contributors.fill(Progress::Absent);
+        let scale = self.optimizer.reduction().scale(self.workers);
+        let result = if self.optimizer.is_stateless() {
+            if round.kind == Kind::Push && scale != 1.0 {
+                optim::scale(unshared(&mut round.sum), scale);
+            }
+            round.sum
+        } else if round.kind == Kind::Init {
+            slot.state = vec![vec![0.0; slot.len]; self.optimizer.state_vectors()];
+            slot.parameters.insert(round.sum).clone()
+        } else {
+            let parameters = slot.parameters.as_mut().expect("pushes are refused before init");
+            // Every worker has the last result, or it could not have contributed to this one; but a
+            // link may not have let go of it yet.
+            if Arc::get_mut(parameters).is_none() {
+                let mut copy = buffer(&mut self.free, slot.len);
+                unshared(&mut copy).copy_from_slice(parameters);
+                *parameters = copy;
+            }
+            self.optimizer.step(Step {
+                parameters: unshared(parameters),
+                sum: &round.sum,
+                scale,
+                rate: round.rate,
+                clock,
+                state: &mut slot.state,
+            });
+            self.free.entry(slot.len).or_default().push(round.sum);
+            parameters.clone()
+        };
+        Completed { key: slot.key, clock, result }
+    }
+}
+
+fn buffer(free: &mut BTreeMap<usize, Vec<Arc<[f32]>>>, len: usize) -> Arc<[f32]> {
+    let recycled = free.get_mut(&len).and_then(Vec::pop);
+    recycled.unwrap_or_else(|| std::iter::repeat_n(0.0, len).collect())
+}
+
+/// Write access to a buffer that nobody else holds: one from the pool, or a sum under way.
+fn unshared(buffer: &mut Arc<[f32]>) -> &mut [f32] {
+    Arc::get_mut(buffer).expect("sums are shared only once they are complete")
+}
+
+fn add_or_assign(round: &mut Round, start: usize, piece: &[f32]) {
+    let end = start + piece.len();
+    let known = round.filled.clamp(start, end);
+    let sum = unshared(&mut round.sum);
+    let (add, assign) = piece.split_at(known - start);
+    optim::add(&mut sum[start..known], add);
+    sum[known..end].copy_from_slice(assign);
+    round.filled = round.filled.max(end);
+}
+
+#[cfg(test)]
+mod tests;

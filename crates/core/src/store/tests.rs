@@ -1,0 +1,152 @@
+use super::*;
+use crate::plan::Placement;
+use crate::{ChunkSize, Cluster, LaneId, Layer, LayerId, Reduction, Servers};
+use proptest::prelude::*;
+
+const KEY: ChunkKey = ChunkKey { layer: LayerId(0), index: 0 };
+const SUM: Optimizer = Optimizer::Reduce(Reduction::Sum);
+
+/// One shard with one chunk of `len` elements.
+fn store(workers: u16, len: usize, optimizer: Optimizer, order: Order) -> Store {
+    let cluster = Cluster::new(workers, Servers::Dedicated(1), 1).unwrap();
+    let size = ChunkSize::at_most(1 << 20);
+    let plan = Plan::new(&cluster, &[Layer::new("l", len)], size, Placement::Balanced);
+    let shard = Shard { node: NodeId(workers), lane: LaneId(0) };
+    Store::new(&plan, shard, workers.into(), optimizer, order)
+}
+
+fn header(kind: Kind, worker: u16, clock: u64, len: usize) -> Header {
+    let length = (len * 4) as u32;
+    Header { kind, sender: NodeId(worker), chunk: KEY, value: 0.5, clock: Clock(clock), length }
+}
+
+fn push(store: &mut Store, worker: u16, clock: u64, values: &[f32]) -> Option<Completed> {
+    let header = header(Kind::Push, worker, clock, values.len());
+    let mut sum = store.handle_push(&header, Duration::ZERO).unwrap();
+    store.handle_piece(&mut sum, values);
+    store.handle_contributed(sum)
+}
+
+#[test]
+fn a_chunk_goes_out_when_its_count_equals_the_number_of_workers() {
+    let mut store = store(3, 4, SUM, Order::Arrival);
+    for clock in 1..5 {
+        let c = clock as f32;
+        assert!(push(&mut store, 2, clock, &[c; 4]).is_none());
+        assert!(push(&mut store, 0, clock, &[10.0 * c; 4]).is_none());
+        let done = push(&mut store, 1, clock, &[100.0 * c; 4]).unwrap();
+        assert_eq!((done.key, done.clock), (KEY, Clock(clock)));
+        assert_eq!(&done.result[..], [111.0 * c; 4]);
+        store.release(done.result);
+    }
+    assert_eq!(store.bytes(), 16, "one recycled buffer serves every clock");
+}
+
+#[test]
+fn a_fast_worker_does_not_disturb_a_result_that_is_still_being_sent() {
+    let mut store = store(2, 2, SUM, Order::Arrival);
+    push(&mut store, 0, 1, &[1.0, 1.0]);
+    let first = push(&mut store, 1, 1, &[2.0, 2.0]).unwrap().result;
+    push(&mut store, 0, 2, &[9.0, 9.0]);
+    assert_eq!(&first[..], [3.0, 3.0]);
+}
+
+#[test]
+fn server_side_sgd_starts_from_worker_zeros_values() {
+    let mut store = store(2, 2, Optimizer::sgd(), Order::Arrival);
+    let early = store.handle_push(&header(Kind::Push, 0, 1, 2), Duration::ZERO);
+    assert_eq!(early.unwrap_err(), Violation::NotInitialised);
+    let ready = store.handle_push(&header(Kind::Init, 1, 0, 0), Duration::ZERO).unwrap();
+    assert!(store.handle_contributed(ready).is_none());
+    let mut init = store.handle_push(&header(Kind::Init, 0, 0, 2), Duration::ZERO).unwrap();
+    store.handle_piece(&mut init, &[1.0, 2.0]);
+    let initial = store.handle_contributed(init).unwrap();
+    assert_eq!((&initial.result[..], initial.clock), (&[1.0, 2.0][..], Clock(0)));
+
+    push(&mut store, 0, 1, &[1.0, 0.0]);
+    let stepped = push(&mut store, 1, 1, &[3.0, 4.0]).unwrap();
+    assert_eq!(&stepped.result[..], [1.0 - 0.5 * 2.0, 2.0 - 0.5 * 2.0]);
+    // A link still holds the initial values: the step must not have changed them under it.
+    assert_eq!(&initial.result[..], [1.0, 2.0]);
+}
+
+#[test]
+fn frames_that_break_a_rule_are_refused_before_their_payload() {
+    let mut store = store(2, 2, SUM, Order::Arrival);
+    let mut refused = |header: Header| store.handle_push(&header, Duration::ZERO).unwrap_err();
+    let good = header(Kind::Push, 0, 1, 2);
+    let other = ChunkKey { layer: LayerId(0), index: 1 };
+    assert_eq!(refused(Header { chunk: other, ..good }), Violation::UnknownChunk);
+    let other = ChunkKey { layer: LayerId(9), index: 0 };
+    assert_eq!(refused(Header { chunk: other, ..good }), Violation::UnknownChunk);
+    assert_eq!(refused(header(Kind::Push, 2, 1, 2)), Violation::NotAWorker(NodeId(2)));
+    assert_eq!(refused(header(Kind::Push, 0, 1, 3)), Violation::Length { expected: 8, got: 12 });
+    let clock = Violation::Clock { expected: Clock(1), got: Clock(2) };
+    assert_eq!(refused(header(Kind::Push, 0, 2, 2)), clock);
+    assert_eq!(refused(Header { kind: Kind::Update, ..good }), Violation::WrongKind);
+    store.handle_push(&good, Duration::ZERO).unwrap();
+    let mut refused = |header: Header| store.handle_push(&header, Duration::ZERO).unwrap_err();
+    assert_eq!(refused(good), Violation::Duplicate(Clock(1)));
+    let rate = Header { value: 0.25, ..header(Kind::Push, 1, 1, 2) };
+    assert_eq!(refused(rate), Violation::Rate { expected: 0.5, got: 0.25 });
+}
+
+#[test]
+fn a_stall_names_the_chunk_the_clock_and_who_is_missing() {
+    let mut store = store(3, 2, SUM, Order::Arrival);
+    let limit = Duration::from_secs(5);
+    assert_eq!(store.poll_stalled(Duration::from_secs(99), limit), None);
+    let opened = Duration::from_secs(100);
+    let mut sum = store.handle_push(&header(Kind::Push, 1, 1, 2), opened).unwrap();
+    store.handle_piece(&mut sum, &[0.0; 2]);
+    store.handle_contributed(sum);
+    assert_eq!(store.poll_stalled(Duration::from_secs(104), limit), None);
+    let stall = store.poll_stalled(Duration::from_secs(106), limit).unwrap();
+    assert_eq!((stall.key, stall.clock), (KEY, Clock(1)));
+    assert_eq!(stall.missing, [NodeId(0), NodeId(2)]);
+    assert_eq!(stall.waited, Duration::from_secs(6));
+}
+
+proptest! {
+    /// Contributions interleaved in any order and cut into any pieces give the same sum; in rank
+    /// order, the same bits even where rounding would differ.
+    #[test]
+    fn any_interleaving_gives_the_sum(
+        workers in 1u16..6, len in 1usize..60, cuts in proptest::collection::vec(1usize..9, 1..40),
+        turns in proptest::collection::vec(0usize..6, 200), ranked: bool,
+    ) {
+        let order = if ranked { Order::Rank } else { Order::Arrival };
+        let mut store = store(workers, len, SUM, order);
+        let value = |worker: usize, i: usize| match ranked {
+            true => 1e7f32.powi(worker as i32 % 3) + i as f32 * 0.1,
+            false => (worker * 100 + i) as f32,
+        };
+        let values: Vec<Vec<f32>> =
+            (0..workers.into()).map(|w| (0..len).map(|i| value(w, i)).collect()).collect();
+        let mut open: Vec<_> = values
+            .iter()
+            .enumerate()
+            .map(|(w, v)| {
+                let header = header(Kind::Push, w as u16, 1, len);
+                (store.handle_push(&header, Duration::ZERO).unwrap(), &v[..])
+            })
+            .collect();
+        let mut result = None;
+        let mut turns = turns.into_iter().chain(std::iter::repeat(0));
+        let mut cuts = cuts.into_iter().cycle();
+        while !open.is_empty() {
+            let at = turns.next().unwrap() % open.len();
+            let (sum, left) = &mut open[at];
+            let (piece, rest) = left.split_at(cuts.next().unwrap().min(left.len()));
+            store.handle_piece(sum, piece);
+            *left = rest;
+            if rest.is_empty() {
+                let (sum, _) = open.swap_remove(at);
+                result = store.handle_contributed(sum);
+            }
+        }
+        let expected: Vec<f32> =
+            (0..len).map(|i| values[1..].iter().fold(values[0][i], |s, v| s + v[i])).collect();
+        prop_assert_eq!(&result.unwrap().result[..], &expected[..]);
+    }
+}

@@ -1,0 +1,195 @@
+//! The state machine of one layer on one lane of a worker (Poseidon 2017 §4.1, Table 2).
+//!
+//! A layer's chunks are spread over lanes; each lane runs a syncer for its part, so no two threads
+//! share one. The layer is synced when the syncers of all its lanes are.
+
+use crate::wire::{Header, Kind};
+use crate::{ChunkKey, Clock, LaneId, LayerId, NodeId, Plan, Violation};
+
+use std::ops::Range;
+
+/// Counts off one layer's chunks on one lane: the bit vector of BSP.
+#[derive(Debug)]
+pub struct Syncer {
+    parts: Vec<Part>,
+    /// The clock in flight, or the last one that came back.
+    clock: Clock,
+    missing: usize,
+}
+
+/// One chunk as a worker sees it.
+#[derive(Clone, Debug)]
+pub struct Part {
+    /// The chunk.
+    pub key: ChunkKey,
+    /// The node that holds it.
+    pub server: NodeId,
+    /// The elements of the layer it covers.
+    pub range: Range<usize>,
+    /// Still to be handed to this node's own shard.
+    held: bool,
+    arrived: bool,
+}
+
+impl Syncer {
+    /// The syncer for the chunks of `layer` that live on `lane`.
+    pub fn new(plan: &Plan, layer: LayerId, lane: LaneId) -> Self {
+        let chunks = plan.chunks(layer);
+        let parts = plan
+            .layer_chunks(layer)
+            .filter(|(_, shard)| shard.lane == lane)
+            .filter_map(|(key, shard)| {
+                let range = chunks?.range(key.index)?;
+                Some(Part { key, server: shard.node, range, held: false, arrived: true })
+            })
+            .collect();
+        Self { parts, clock: Clock(0), missing: 0 }
+    }
+
+    /// Whether this lane holds nothing of the layer.
+    pub fn is_empty(&self) -> bool {
+        self.parts.is_empty()
+    }
+
+    /// The layer goes out at `clock`. Returns the chunks to send, in order.
+    ///
+    /// The caller makes sure that the layer is not in flight.
+    pub fn handle_send(&mut self, clock: Clock) -> &[Part] {
+        debug_assert_eq!(self.missing, 0, "layer sent while in flight");
+        self.clock = clock;
+        self.missing = self.parts.len();
+        for part in &mut self.parts {
+            part.arrived = false;
+            part.held = true;
+        }
+        &self.parts
+    }
+
+    /// Takes chunk `index` of the layer in flight out of this worker's hands, once: a chunk that
+    /// lives on the worker's own node is added when the shard first needs it.
+    pub fn take(&mut self, index: u32) -> Option<Range<usize>> {
+        let part = self.part(index)?;
+        let part = &mut self.parts[part];
+        std::mem::take(&mut part.held).then(|| part.range.clone())
+    }
+
+    /// An update is about to arrive. Returns which elements of the layer its payload is.
+    pub fn handle_update(&self, header: &Header) -> Result<Range<usize>, Violation> {
+        if header.kind != Kind::Update {
+            return Err(Violation::WrongKind);
+        }
+        let part = self.part(header.chunk.index).ok_or(Violation::UnknownChunk)?;
+        let part = &self.parts[part];
+        if header.sender != part.server {
+            return Err(Violation::WrongServer { expected: part.server, got: header.sender });
+        }
+        let expected = part.range.len() * size_of::<f32>();
+        if header.length as usize != expected {
+            return Err(Violation::Length { expected, got: header.length as usize });
+        }
+        if self.missing == 0 {
+            return Err(Violation::NotInFlight);
+        }
+        if header.clock != self.clock {
+            return Err(Violation::Clock { expected: self.clock, got: header.clock });
+        }
+        if part.arrived {
+            return Err(Violation::Duplicate(header.clock));
+        }
+        Ok(part.range.clone())
+    }
+
+    /// The update of chunk `index` is in place. True when it was the last one of this lane.
+    pub fn handle_landed(&mut self, index: u32) -> bool {
+        if let Some(part) = self.part(index)
+            && !self.parts[part].arrived
+        {
+            self.parts[part].arrived = true;
+            self.missing -= 1;
+            return self.missing == 0;
+        }
+        false
+    }
+
+    /// The clock in flight, or the last one that came back.
+    pub fn clock(&self) -> Clock {
+        self.clock
+    }
+
+    /// The chunks that have not come back yet.
+    pub fn missing(&self) -> impl Iterator<Item = &Part> {
+        self.parts.iter().filter(|p| !p.arrived)
+    }
+
+    fn part(&self, index: u32) -> Option<usize> {
+        self.parts.binary_search_by_key(&index, |p| p.key.index).ok()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::plan::Placement;
+    use crate::{ChunkSize, Cluster, Layer, Servers};
+
+    const LAYER: LayerId = LayerId(0);
+
+    /// 10 elements in chunks of 4 on 2 servers: chunks 0 and 2 on node 0, chunk 1 on node 1.
+    fn syncer() -> Syncer {
+        let cluster = Cluster::new(2, Servers::Colocated, 1).unwrap();
+        let size = ChunkSize::at_most(16);
+        let plan = Plan::new(&cluster, &[Layer::new("l", 10)], size, Placement::Balanced);
+        Syncer::new(&plan, LAYER, LaneId(0))
+    }
+
+    fn update(part: &Part, clock: u64) -> Header {
+        Header {
+            kind: Kind::Update,
+            sender: part.server,
+            chunk: part.key,
+            value: 0.0,
+            clock: Clock(clock),
+            length: (part.range.len() * 4) as u32,
+        }
+    }
+
+    #[test]
+    fn a_layer_is_synced_when_its_last_chunk_lands() {
+        let mut syncer = syncer();
+        for clock in 1..4 {
+            let parts = syncer.handle_send(Clock(clock)).to_vec();
+            assert_eq!(parts.iter().map(|p| p.range.len()).sum::<usize>(), 10);
+            for (n, part) in parts.iter().rev().enumerate() {
+                assert_eq!(syncer.missing().count(), parts.len() - n);
+                assert_eq!(syncer.handle_update(&update(part, clock)), Ok(part.range.clone()));
+                assert_eq!(syncer.handle_landed(part.key.index), n + 1 == parts.len());
+            }
+        }
+    }
+
+    #[test]
+    fn updates_that_were_not_awaited_are_violations() {
+        let mut syncer = syncer();
+        let part = syncer.parts[0].clone();
+        let good = update(&part, 1);
+        assert_eq!(syncer.handle_update(&good), Err(Violation::NotInFlight));
+        syncer.handle_send(Clock(1));
+        let clock = Violation::Clock { expected: Clock(1), got: Clock(2) };
+        assert_eq!(syncer.handle_update(&update(&part, 2)), Err(clock));
+        let stranger = Header { sender: NodeId(9), ..good };
+        let server = Violation::WrongServer { expected: part.server, got: NodeId(9) };
+        assert_eq!(syncer.handle_update(&stranger), Err(server));
+        let long = Header { length: 400, ..good };
+        let expected = part.range.len() * 4;
+        assert_eq!(syncer.handle_update(&long), Err(Violation::Length { expected, got: 400 }));
+        let mut unknown = good;
+        unknown.chunk.index = 77;
+        assert_eq!(syncer.handle_update(&unknown), Err(Violation::UnknownChunk));
+        syncer.handle_landed(part.key.index);
+        assert_eq!(syncer.handle_update(&good), Err(Violation::Duplicate(Clock(1))));
+        assert_eq!(
+            syncer.handle_update(&Header { kind: Kind::Push, ..good }),
+            Err(Violation::WrongKind)
+        );
+    }
+}

@@ -1,0 +1,59 @@
+use crate::{Clock, NodeId};
+
+/// A frame that breaks the rules of `docs/wire.md` §2. The sender is at fault, never the receiver.
+#[derive(Clone, Debug, PartialEq, thiserror::Error)]
+#[non_exhaustive]
+pub enum Violation {
+    /// No such chunk on this lane.
+    #[error("no such chunk is held or awaited on this lane")]
+    UnknownChunk,
+    /// Only workers contribute.
+    #[error("node {0} is not a worker and cannot contribute")]
+    NotAWorker(NodeId),
+    /// The update came from a node that does not hold the chunk.
+    #[error("an update must come from node {expected}, which holds the chunk, not from node {got}")]
+    WrongServer {
+        /// The node that holds the chunk.
+        expected: NodeId,
+        /// The node that answered.
+        got: NodeId,
+    },
+    /// The payload is not the chunk.
+    #[error("payload of {got} bytes, expected {expected}")]
+    Length {
+        /// The chunk's size in bytes.
+        expected: usize,
+        /// The frame's length.
+        got: usize,
+    },
+    /// The sender is ahead or behind.
+    #[error("clock {got}, expected {expected}")]
+    Clock {
+        /// The clock the chunk is at.
+        expected: Clock,
+        /// The frame's clock.
+        got: Clock,
+    },
+    /// The same contribution or update twice.
+    #[error("clock {0} of this chunk came twice from the same node")]
+    Duplicate(Clock),
+    /// Workers must take the same step.
+    #[error(
+        "learning rate {got}, but the other workers sent {expected}: schedules differ between ranks"
+    )]
+    Rate {
+        /// What the first worker sent.
+        expected: f32,
+        /// What this one sent.
+        got: f32,
+    },
+    /// A shard that updates parameters needs to have them first.
+    #[error("a gradient came before the initial parameters: broadcast the layer first")]
+    NotInitialised,
+    /// Nothing was asked for.
+    #[error("an update came for a layer that is not in flight")]
+    NotInFlight,
+    /// A kind of frame that has no business on this connection.
+    #[error("a frame of this kind is not allowed here")]
+    WrongKind,
+}

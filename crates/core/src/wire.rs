@@ -1,0 +1,432 @@
+//! The bytes two nodes exchange, as specified in `docs/wire.md`.
+//!
+//! Decoders take fixed-size arrays, never panic, and say what was expected and what came.
+
+use crate::{ChunkKey, Clock, LaneId, LayerId, NodeId};
+use serde::{Deserialize, Serialize};
+
+/// The version this build speaks.
+pub const VERSION: u16 = 1;
+/// First bytes of every connection.
+pub const MAGIC: [u8; 8] = *b"POSEIDON";
+/// Longest reason an `Abort` may carry, in bytes.
+pub const MAX_ABORT: usize = 4096;
+/// Longest control message, in bytes.
+pub const MAX_CONTROL: usize = 64 << 20;
+/// The node id of a control caller that is not a node.
+pub const NOBODY: NodeId = NodeId(u16::MAX);
+
+/// A frame's header. The payload of `length` bytes follows it on the wire.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Header {
+    /// What the frame is.
+    pub kind: Kind,
+    /// The node that sent it.
+    pub sender: NodeId,
+    /// The chunk it is about.
+    pub chunk: ChunkKey,
+    /// The learning rate of a push; 0 otherwise.
+    pub value: f32,
+    /// The iteration it belongs to.
+    pub clock: Clock,
+    /// Payload bytes that follow.
+    pub length: u32,
+}
+
+/// What a frame is. `docs/wire.md` §2 tells who sends which.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[repr(u8)]
+pub enum Kind {
+    /// A worker's contribution to one chunk.
+    Push = 1,
+    /// A server's result for one chunk.
+    Update = 2,
+    /// One worker's initial value of one chunk.
+    Init = 3,
+    /// Nothing to say, still here.
+    Heartbeat = 16,
+    /// Nothing follows on this connection.
+    Bye = 17,
+    /// The job has failed; the payload says why.
+    Abort = 18,
+    /// A message between a node and the coordinator.
+    Control = 32,
+}
+
+/// Bytes that are not a frame header.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum HeaderError {
+    /// The header was damaged, or the stream is not where we think it is.
+    #[error("frame header checksum is {found:#010x}, expected {expected:#010x}")]
+    Checksum {
+        /// What the header carries.
+        found: u32,
+        /// What its bytes give.
+        expected: u32,
+    },
+    /// A kind this version does not know.
+    #[error("unknown frame kind {0}")]
+    Kind(u8),
+    /// Flags are zero in version 1.
+    #[error("unknown frame flags {0:#04x}")]
+    Flags(u8),
+}
+
+impl Header {
+    /// Size of an encoded header.
+    pub const SIZE: usize = 32;
+
+    /// A frame that is about the connection and not about a chunk.
+    pub fn bare(kind: Kind, sender: NodeId, length: u32) -> Self {
+        let chunk = ChunkKey { layer: LayerId(0), index: 0 };
+        Self { kind, sender, chunk, value: 0.0, clock: Clock(0), length }
+    }
+
+    /// The header's bytes.
+    pub fn encode(&self) -> [u8; Self::SIZE] {
+        let mut b = [0; Self::SIZE];
+        b[0] = self.kind as u8;
+        b[2..4].copy_from_slice(&self.sender.0.to_le_bytes());
+        b[4..8].copy_from_slice(&self.chunk.layer.0.to_le_bytes());
+        b[8..12].copy_from_slice(&self.chunk.index.to_le_bytes());
+        b[12..16].copy_from_slice(&self.value.to_le_bytes());
+        b[16..24].copy_from_slice(&self.clock.0.to_le_bytes());
+        b[24..28].copy_from_slice(&self.length.to_le_bytes());
+        let sum = crc32fast::hash(&b[..28]);
+        b[28..].copy_from_slice(&sum.to_le_bytes());
+        b
+    }
+
+    /// Reads a header back. Checks the checksum first: nothing else means anything without it.
+    pub fn decode(b: &[u8; Self::SIZE]) -> Result<Self, HeaderError> {
+        let found = u32_at(b, 28);
+        let expected = crc32fast::hash(&b[..28]);
+        if found != expected {
+            return Err(HeaderError::Checksum { found, expected });
+        }
+        let kind = match b[0] {
+            1 => Kind::Push,
+            2 => Kind::Update,
+            3 => Kind::Init,
+            16 => Kind::Heartbeat,
+            17 => Kind::Bye,
+            18 => Kind::Abort,
+            32 => Kind::Control,
+            other => return Err(HeaderError::Kind(other)),
+        };
+        if b[1] != 0 {
+            return Err(HeaderError::Flags(b[1]));
+        }
+        Ok(Self {
+            kind,
+            sender: NodeId(u16_at(b, 2)),
+            chunk: ChunkKey { layer: LayerId(u32_at(b, 4)), index: u32_at(b, 8) },
+            value: f32::from_bits(u32_at(b, 12)),
+            clock: Clock(u64::from(u32_at(b, 16)) | u64::from(u32_at(b, 20)) << 32),
+            length: u32_at(b, 24),
+        })
+    }
+}
+
+/// What a connection is for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u8)]
+pub enum Purpose {
+    /// Gradients and parameters, one lane.
+    Lane = 1,
+    /// Rendezvous and questions to the coordinator.
+    Control = 2,
+}
+
+/// The caller's first message.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Hello {
+    /// What the connection is for.
+    pub purpose: Purpose,
+    /// The caller, or [`NOBODY`].
+    pub node: NodeId,
+    /// The lane it wants to talk to.
+    pub lane: LaneId,
+    /// The cluster it belongs to.
+    pub cluster: [u8; 16],
+    /// Fresh random bytes.
+    pub nonce: [u8; 32],
+}
+
+impl Hello {
+    /// Size of an encoded hello.
+    pub const SIZE: usize = 64;
+
+    /// The hello's bytes.
+    pub fn encode(&self) -> [u8; Self::SIZE] {
+        let mut b = [0; Self::SIZE];
+        b[..8].copy_from_slice(&MAGIC);
+        b[8..10].copy_from_slice(&VERSION.to_le_bytes());
+        b[10] = self.purpose as u8;
+        b[12..14].copy_from_slice(&self.node.0.to_le_bytes());
+        b[14..16].copy_from_slice(&self.lane.0.to_le_bytes());
+        b[16..32].copy_from_slice(&self.cluster);
+        b[32..].copy_from_slice(&self.nonce);
+        b
+    }
+
+    /// Reads a hello. The error is the status the caller should be sent.
+    pub fn decode(b: &[u8; Self::SIZE]) -> Result<Self, Status> {
+        if b[..8] != MAGIC {
+            return Err(Status::Garbage);
+        }
+        if u16_at(b, 8) != VERSION {
+            return Err(Status::Version);
+        }
+        let purpose = match b[10] {
+            1 => Purpose::Lane,
+            2 => Purpose::Control,
+            _ => return Err(Status::Purpose),
+        };
+        let mut hello = Self {
+            purpose,
+            node: NodeId(u16_at(b, 12)),
+            lane: LaneId(u16_at(b, 14)),
+            cluster: [0; 16],
+            nonce: [0; 32],
+        };
+        hello.cluster.copy_from_slice(&b[16..32]);
+        hello.nonce.copy_from_slice(&b[32..]);
+        Ok(hello)
+    }
+}
+
+/// The listener's answer to a hello.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Challenge {
+    /// Whether the conversation goes on.
+    pub status: Status,
+    /// The version the listener speaks.
+    pub version: u16,
+    /// Fresh random bytes.
+    pub nonce: [u8; 32],
+}
+
+impl Challenge {
+    /// Size of an encoded challenge.
+    pub const SIZE: usize = 48;
+
+    /// The challenge's bytes.
+    pub fn encode(&self) -> [u8; Self::SIZE] {
+        let mut b = [0; Self::SIZE];
+        b[..8].copy_from_slice(&MAGIC);
+        b[8..10].copy_from_slice(&self.version.to_le_bytes());
+        b[10] = self.status as u8;
+        b[16..].copy_from_slice(&self.nonce);
+        b
+    }
+
+    /// Reads a challenge. Fails with [`Status::Garbage`] if the other end is not Poseidon.
+    pub fn decode(b: &[u8; Self::SIZE]) -> Result<Self, Status> {
+        if b[..8] != MAGIC {
+            return Err(Status::Garbage);
+        }
+        let mut nonce = [0; 32];
+        nonce.copy_from_slice(&b[16..]);
+        Ok(Self { status: Status::decode(b[10]), version: u16_at(b, 8), nonce })
+    }
+}
+
+/// The listener's last word.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Verdict {
+    /// Whether the caller is let in.
+    pub status: Status,
+    /// The listener's own proof that it knows the secret.
+    pub proof: [u8; 32],
+}
+
+impl Verdict {
+    /// Size of an encoded verdict.
+    pub const SIZE: usize = 40;
+
+    /// The verdict's bytes.
+    pub fn encode(&self) -> [u8; Self::SIZE] {
+        let mut b = [0; Self::SIZE];
+        b[0] = self.status as u8;
+        b[8..].copy_from_slice(&self.proof);
+        b
+    }
+
+    /// Reads a verdict.
+    pub fn decode(b: &[u8; Self::SIZE]) -> Self {
+        let mut proof = [0; 32];
+        proof.copy_from_slice(&b[8..]);
+        Self { status: Status::decode(b[0]), proof }
+    }
+}
+
+/// How a handshake ends.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[repr(u8)]
+#[non_exhaustive]
+pub enum Status {
+    /// Let in.
+    #[error("welcome")]
+    Welcome = 0,
+    /// The two builds speak different versions.
+    #[error(
+        "protocol version not spoken here (this build speaks {VERSION}): install the same Poseidon on every node"
+    )]
+    Version = 1,
+    /// The caller belongs to another job.
+    #[error(
+        "another cluster's id: two jobs use the same address, or the nodes disagree on the job's name"
+    )]
+    Cluster = 2,
+    /// The caller does not know the secret.
+    #[error("wrong cluster secret: give every node the same POSEIDON_SECRET")]
+    Secret = 3,
+    /// There is no such node, or it is here already.
+    #[error("node not expected: there is no such rank, or it is connected already")]
+    Node = 4,
+    /// There is no such lane.
+    #[error("lane not expected: every node must run the same number of lanes")]
+    Lane = 5,
+    /// The listener does not serve that purpose.
+    #[error("purpose not served at this address")]
+    Purpose = 6,
+    /// Not our protocol at all.
+    #[error("not a Poseidon message")]
+    Garbage = 7,
+}
+
+impl Status {
+    fn decode(b: u8) -> Self {
+        match b {
+            0 => Self::Welcome,
+            1 => Self::Version,
+            2 => Self::Cluster,
+            3 => Self::Secret,
+            4 => Self::Node,
+            5 => Self::Lane,
+            6 => Self::Purpose,
+            _ => Self::Garbage,
+        }
+    }
+}
+
+fn u16_at(b: &[u8], i: usize) -> u16 {
+    u16::from_le_bytes([b[i], b[i + 1]])
+}
+
+fn u32_at(b: &[u8], i: usize) -> u32 {
+    u32::from_le_bytes([b[i], b[i + 1], b[i + 2], b[i + 3]])
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    const KINDS: [Kind; 7] = [
+        Kind::Push,
+        Kind::Update,
+        Kind::Init,
+        Kind::Heartbeat,
+        Kind::Bye,
+        Kind::Abort,
+        Kind::Control,
+    ];
+
+    fn key(layer: u32, index: u32) -> ChunkKey {
+        ChunkKey { layer: LayerId(layer), index }
+    }
+
+    #[test]
+    fn golden_header() {
+        let header = Header {
+            kind: Kind::Push,
+            sender: NodeId(0x0102),
+            chunk: key(0x03040506, 0x0708090a),
+            value: 0.1,
+            clock: Clock(0x1112131415161718),
+            length: 0x00040000,
+        };
+        let bytes = [
+            0x01, 0x00, 0x02, 0x01, 0x06, 0x05, 0x04, 0x03, 0x0a, 0x09, 0x08, 0x07, 0xcd, 0xcc,
+            0xcc, 0x3d, 0x18, 0x17, 0x16, 0x15, 0x14, 0x13, 0x12, 0x11, 0x00, 0x00, 0x04, 0x00,
+            0x20, 0x14, 0x1d, 0x09,
+        ];
+        assert_eq!(header.encode(), bytes);
+        assert_eq!(Header::decode(&bytes), Ok(header));
+    }
+
+    #[test]
+    fn golden_handshake() {
+        let hello = Hello {
+            purpose: Purpose::Lane,
+            node: NodeId(7),
+            lane: LaneId(3),
+            cluster: [0xaa; 16],
+            nonce: [0xbb; 32],
+        };
+        let mut bytes = *b"POSEIDON\x01\x00\x01\x00\x07\x00\x03\x00aaaaaaaaaaaaaaaabbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbb";
+        bytes[16..32].fill(0xaa);
+        bytes[32..].fill(0xbb);
+        assert_eq!(hello.encode(), bytes);
+        assert_eq!(Hello::decode(&bytes), Ok(hello));
+
+        let challenge = Challenge { status: Status::Welcome, version: 1, nonce: [0xcc; 32] };
+        let mut bytes =
+            *b"POSEIDON\x01\x00\x00\x00\x00\x00\x00\x00cccccccccccccccccccccccccccccccc";
+        bytes[16..].fill(0xcc);
+        assert_eq!(challenge.encode(), bytes);
+        assert_eq!(Challenge::decode(&bytes), Ok(challenge));
+
+        let verdict = Verdict { status: Status::Secret, proof: [0xdd; 32] };
+        let mut bytes = [0xdd; 40];
+        bytes[..8].copy_from_slice(&[3, 0, 0, 0, 0, 0, 0, 0]);
+        assert_eq!(verdict.encode(), bytes);
+        assert_eq!(Verdict::decode(&bytes), verdict);
+    }
+
+    #[test]
+    fn a_stranger_is_told_apart_from_another_version() {
+        let hello = Hello {
+            purpose: Purpose::Control,
+            node: NOBODY,
+            lane: LaneId(0),
+            cluster: [0; 16],
+            nonce: [0; 32],
+        };
+        let mut bytes = hello.encode();
+        bytes[8] = 2;
+        assert_eq!(Hello::decode(&bytes), Err(Status::Version));
+        bytes[0] = b'G';
+        assert_eq!(Hello::decode(&bytes), Err(Status::Garbage));
+    }
+
+    proptest! {
+        #[test]
+        fn headers_round_trip(
+            kind in 0usize..KINDS.len(), sender: u16, layer: u32, index: u32,
+            value in -1e30f32..1e30, clock: u64, length: u32,
+        ) {
+            let header = Header {
+                kind: KINDS[kind], sender: NodeId(sender), chunk: key(layer, index),
+                value, clock: Clock(clock), length,
+            };
+            prop_assert_eq!(Header::decode(&header.encode()), Ok(header));
+        }
+
+        #[test]
+        fn one_flipped_bit_is_noticed(bit in 0usize..256, clock: u64) {
+            let header = Header { clock: Clock(clock), ..Header::bare(Kind::Heartbeat, NodeId(1), 0) };
+            let mut bytes = header.encode();
+            bytes[bit / 8] ^= 1 << (bit % 8);
+            prop_assert!(Header::decode(&bytes).is_err());
+        }
+
+        #[test]
+        fn any_bytes_decode_without_panic(b in proptest::array::uniform32(any::<u8>())) {
+            let _ = Header::decode(&b);
+        }
+    }
+}

@@ -1,0 +1,221 @@
+use crate::Credentials;
+use crate::handshake::{self, HandshakeError};
+use crate::secret::random_number;
+use crate::stream::{Stream, is_self_connected, socket_for, unix_address};
+use poseidon_core::wire::{Hello, Purpose};
+use poseidon_core::{LaneId, NodeId};
+use socket2::{SockAddr, Socket};
+use std::fmt;
+use std::io::{self, ErrorKind};
+use std::net::{SocketAddr, ToSocketAddrs};
+use std::sync::mpsc;
+use std::thread;
+use std::time::{Duration, Instant};
+
+/// Where a listener is.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub enum Address {
+    /// `host:port`; the host may be a name.
+    Tcp(String),
+    /// The name of an abstract unix socket on this machine.
+    Unix(String),
+}
+
+impl fmt::Display for Address {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Tcp(address) => f.write_str(address),
+            Self::Unix(name) => write!(f, "unix:{name}"),
+        }
+    }
+}
+
+/// Who calls, and what for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Caller {
+    /// What the connection is for.
+    pub purpose: Purpose,
+    /// The calling node, or [`poseidon_core::wire::NOBODY`].
+    pub node: NodeId,
+    /// The lane it calls.
+    pub lane: LaneId,
+}
+
+/// Why there is no connection.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum ConnectError {
+    /// The address is not of the form `host:port`.
+    #[error("`{address}` is not an address: it must be host:port, such as 10.0.0.1:7000")]
+    NotAnAddress {
+        /// What was given.
+        address: String,
+    },
+    /// The listener and we do not agree; trying again would not change it.
+    #[error("{address} was reached, but the handshake failed: {reason}")]
+    Handshake {
+        /// Whom we called.
+        address: Address,
+        /// What they said, or failed to prove.
+        reason: HandshakeError,
+    },
+    /// Nobody answered before the deadline.
+    #[error(
+        "no answer from {address} within {:.1} s ({attempts} attempts); the last error was: {last}",
+        .waited.as_secs_f64()
+    )]
+    GaveUp {
+        /// Whom we called.
+        address: Address,
+        /// How often a connection was tried.
+        attempts: u32,
+        /// How long we tried.
+        waited: Duration,
+        /// How the last attempt ended.
+        last: String,
+    },
+    /// This system cannot make such a connection at all.
+    #[error("cannot connect to {address}: {source}")]
+    Impossible {
+        /// Whom we wanted to call.
+        address: Address,
+        /// What the system said.
+        source: io::Error,
+    },
+}
+
+/// Calls the listener at `to` until it answers or the deadline passes: the peer may not have started
+/// yet, so a refused connection is tried again, and so is one that breaks during the handshake. A
+/// listener that answers and says no, or that does not know the secret, is not asked twice.
+///
+/// The stream has no deadline; both ends have proved that they know the secret.
+pub fn connect(
+    to: &Address,
+    caller: Caller,
+    credentials: &Credentials,
+    deadline: Instant,
+) -> Result<Stream, ConnectError> {
+    let start = Instant::now();
+    let mut attempts = 0;
+    let mut last = "the deadline had passed before the first attempt".to_owned();
+    let mut pause = FIRST_PAUSE;
+    while Instant::now() < deadline {
+        let targets = match resolve(to, deadline) {
+            Ok(targets) => targets,
+            Err(Unresolved::Never(error)) => return Err(error),
+            Err(Unresolved::NotYet(error)) => {
+                last = error.to_string();
+                Vec::new()
+            }
+        };
+        for target in targets {
+            attempts += 1;
+            match attempt(&target, caller, credentials, deadline) {
+                Ok(stream) => return Ok(stream),
+                Err(reason) if is_final(&reason) => {
+                    return Err(ConnectError::Handshake { address: to.clone(), reason });
+                }
+                Err(reason) => last = describe(to, &target, &reason),
+            }
+        }
+        thread::sleep(pause.min(deadline.saturating_duration_since(Instant::now())));
+        pause = (pause * 2).min(LONGEST_PAUSE);
+    }
+    Err(ConnectError::GaveUp { address: to.clone(), attempts, waited: start.elapsed(), last })
+}
+
+/// One connection and one handshake.
+fn attempt(
+    target: &SockAddr,
+    caller: Caller,
+    credentials: &Credentials,
+    deadline: Instant,
+) -> Result<Stream, HandshakeError> {
+    let socket = open(target, deadline)?;
+    let mut stream = Stream::new(socket, target)?;
+    stream.set_deadline(Some(deadline));
+    let Caller { purpose, node, lane } = caller;
+    let mut hello = Hello { purpose, node, lane, cluster: credentials.cluster, nonce: [0; 32] };
+    getrandom::fill(&mut hello.nonce).map_err(io::Error::from)?;
+    handshake::call(&mut stream, &hello, &credentials.secret)?;
+    stream.set_deadline(None);
+    Ok(stream)
+}
+
+fn open(target: &SockAddr, deadline: Instant) -> io::Result<Socket> {
+    let socket = socket_for(target)?;
+    if target.is_unix() {
+        // A name of its own, so that the listener's log can say who called.
+        let name = format!("poseidon-{}-{:016x}", std::process::id(), random_number()? as u64);
+        socket.bind(&unix_address(&name)?)?;
+    }
+    let left = deadline.saturating_duration_since(Instant::now());
+    // The kernel spaces its own attempts ever further apart; ours start afresh.
+    socket.connect_timeout(target, left.clamp(Duration::from_millis(1), LONGEST_ATTEMPT))?;
+    if target.as_socket().is_some_and(|to| is_self_connected(&socket, to)) {
+        return Err(ErrorKind::ConnectionRefused.into());
+    }
+    Ok(socket)
+}
+
+enum Unresolved {
+    Never(ConnectError),
+    NotYet(io::Error),
+}
+
+/// The sockets that `to` may mean, best first. A name that is not known yet may become known: the
+/// machine that will bear it may still be starting.
+fn resolve(to: &Address, deadline: Instant) -> Result<Vec<SockAddr>, Unresolved> {
+    let address = match to {
+        Address::Unix(name) => {
+            return unix_address(name).map(|address| vec![address]).map_err(|source| {
+                Unresolved::Never(ConnectError::Impossible { address: to.clone(), source })
+            });
+        }
+        Address::Tcp(address) => address,
+    };
+    if let Ok(address) = address.parse::<SocketAddr>() {
+        return Ok(vec![address.into()]);
+    }
+    let port = address.rsplit_once(':').filter(|(host, _)| !host.is_empty()).map(|(_, port)| port);
+    if port.is_none_or(|port| port.parse::<u16>().is_err()) {
+        return Err(Unresolved::Never(ConnectError::NotAnAddress { address: address.clone() }));
+    }
+    // The system's resolver knows no deadline. A thread that outlives ours ends when it answers.
+    let (sender, answer) = mpsc::channel();
+    let name = address.clone();
+    let ask = move || {
+        let _ = sender.send(name.to_socket_addrs().map(Vec::from_iter));
+    };
+    thread::Builder::new()
+        .name("poseidon-resolve".to_owned())
+        .spawn(ask)
+        .map_err(Unresolved::NotYet)?;
+    let found = answer
+        .recv_timeout(deadline.saturating_duration_since(Instant::now()))
+        .map_err(|_| io::Error::new(ErrorKind::TimedOut, "the name's resolution took too long"))
+        .and_then(|found| found)
+        .map_err(Unresolved::NotYet)?;
+    Ok(found.into_iter().map(SockAddr::from).collect())
+}
+
+/// Whether the listener has had its say.
+fn is_final(reason: &HandshakeError) -> bool {
+    use HandshakeError::*;
+    match reason {
+        Refused(_) | Version { .. } | NotPoseidon | Impostor => true,
+        Cut { .. } | Late { .. } | Io(_) => false,
+    }
+}
+
+/// The error with the address a name stood for.
+fn describe(to: &Address, target: &SockAddr, reason: &HandshakeError) -> String {
+    match target.as_socket().map(|address| address.to_string()) {
+        Some(address) if address != to.to_string() => format!("{address}: {reason}"),
+        _ => reason.to_string(),
+    }
+}
+
+const FIRST_PAUSE: Duration = Duration::from_millis(10);
+const LONGEST_PAUSE: Duration = Duration::from_millis(500);
+const LONGEST_ATTEMPT: Duration = Duration::from_secs(5);

@@ -1,0 +1,71 @@
+//! Poseidon's links: the only place with sockets.
+//!
+//! * [`Listener`], [`connect()`]: the two ways to get an authenticated [`Stream`], over TCP or, between
+//!   processes of one machine, over an abstract unix socket.
+//! * [`Link`]: what a lane's event loop reads and writes; a [`Stream`] becomes one.
+//! * [`handshake`]: who may speak (`docs/wire.md` §1), over any `Read + Write`.
+//! * [`address`]: which local address to listen on, and why.
+//! * [`memory`]: links without a network, in virtual time and with faults, for tests.
+#![forbid(unsafe_code)]
+
+pub mod address;
+pub mod handshake;
+pub mod memory;
+
+mod connect;
+mod listener;
+mod secret;
+mod stream;
+
+pub use connect::{Address, Caller, ConnectError, connect};
+pub use handshake::HandshakeError;
+pub use listener::{BindError, Listener, Serving};
+pub use secret::{Credentials, EmptySecret, Secret};
+pub use stream::{SOCKET_BUFFER, Stream};
+
+use std::fmt;
+use std::io::{self, IoSlice, IoSliceMut};
+
+/// A connection between two lanes, whatever carries it. Never blocks: a call that would have to
+/// wait fails with [`io::ErrorKind::WouldBlock`].
+pub trait Link: Send {
+    /// Reads into `bufs`, which must have room for at least one byte. `Ok(0)` is the end of the
+    /// stream. More than 1024 buffers are not all used.
+    fn read(&mut self, bufs: &mut [IoSliceMut<'_>]) -> io::Result<usize>;
+
+    /// Writes some prefix of `bufs`. More than 1024 buffers are not all used.
+    fn write(&mut self, bufs: &[IoSlice<'_>]) -> io::Result<usize>;
+
+    /// Says that nothing more will be written. The peer reads what was written before, then the end
+    /// of the stream. Dropping a link that has unread input instead may destroy output that is
+    /// still on its way.
+    fn finish(&mut self) -> io::Result<()>;
+
+    /// Asks `registry` to report when the link may be read or written again. Edge-triggered, as
+    /// everything in mio: go on until `WouldBlock`.
+    fn register(&mut self, registry: &mio::Registry, token: mio::Token) -> io::Result<()>;
+
+    /// What carries the bytes.
+    fn carrier(&self) -> Carrier;
+}
+
+/// What carries a link's bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Carrier {
+    /// A TCP connection.
+    Tcp,
+    /// A unix socket, within one machine.
+    Unix,
+    /// A pipe within the process, for tests.
+    Memory,
+}
+
+impl fmt::Display for Carrier {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(match self {
+            Self::Tcp => "tcp",
+            Self::Unix => "unix",
+            Self::Memory => "memory",
+        })
+    }
+}

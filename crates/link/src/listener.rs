@@ -1,0 +1,515 @@
+use crate::Credentials;
+use crate::handshake::{self, HandshakeError};
+use crate::secret::random_number;
+use crate::stream::{Stream, socket_for, unix_address};
+use mio::unix::SourceFd;
+use mio::{Events, Interest, Poll, Token, Waker};
+use poseidon_core::wire::{Hello, Status};
+use socket2::{SockAddr, Socket};
+use std::collections::BTreeMap;
+use std::io::{self, ErrorKind};
+use std::net::{IpAddr, Shutdown, SocketAddr};
+use std::os::fd::AsRawFd;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard};
+use std::thread::{self, JoinHandle, Scope};
+use std::time::{Duration, Instant};
+
+/// Where a node is called: a TCP port and, on Linux, an abstract unix socket for callers on the
+/// same machine. Callers are answered once it [serves](Listener::serve); until then they wait.
+#[derive(Debug)]
+pub struct Listener {
+    tcp: SocketAddr,
+    unix: Option<String>,
+    doors: Vec<Socket>,
+}
+
+/// Why a node cannot be called at the address it was given.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum BindError {
+    /// Another process listens there.
+    #[error(
+        "{address} is in use by another process: stop it (an earlier run?), or choose another \
+         port; port 0 lets the system choose"
+    )]
+    InUse {
+        /// The address that was asked for.
+        address: SocketAddr,
+    },
+    /// The address belongs to no interface of this machine.
+    #[error("no interface of this machine has the address {}, so nobody can be called there", .address.ip())]
+    NotLocal {
+        /// The address that was asked for.
+        address: SocketAddr,
+    },
+    /// The port is reserved.
+    #[error("this user may not listen on {address}: choose a port above 1023")]
+    Forbidden {
+        /// The address that was asked for.
+        address: SocketAddr,
+    },
+    /// Anything else the system objects to.
+    #[error("cannot listen on {address}: {source}")]
+    Other {
+        /// The address that was asked for.
+        address: String,
+        /// What the system said.
+        source: io::Error,
+    },
+}
+
+impl Listener {
+    /// Opens `ip` on `port` (0: any that is free) and, where the system has them and `unix` says
+    /// so, an abstract unix socket with a random name.
+    pub fn bind(ip: IpAddr, port: u16, unix: bool) -> Result<Self, BindError> {
+        let address = SocketAddr::new(ip, port);
+        let (tcp, door) = open_tcp(address).map_err(|source| match source.kind() {
+            ErrorKind::AddrInUse => BindError::InUse { address },
+            ErrorKind::AddrNotAvailable => BindError::NotLocal { address },
+            ErrorKind::PermissionDenied => BindError::Forbidden { address },
+            _ => BindError::Other { address: address.to_string(), source },
+        })?;
+        let mut listener = Self { tcp, unix: None, doors: vec![door] };
+        if unix && cfg!(target_os = "linux") {
+            let (name, door) = open_unix().map_err(|source| BindError::Other {
+                address: "an abstract unix socket".to_owned(),
+                source,
+            })?;
+            listener.unix = Some(name);
+            listener.doors.push(door);
+        }
+        Ok(listener)
+    }
+
+    /// The TCP address, with the port the system chose.
+    pub fn tcp(&self) -> SocketAddr {
+        self.tcp
+    }
+
+    /// The name of the abstract unix socket, if there is one.
+    pub fn unix(&self) -> Option<&str> {
+        self.unix.as_deref()
+    }
+
+    /// Answers callers in the background until the returned [`Serving`] is dropped.
+    ///
+    /// Each handshake has a thread of its own, so a silent or slow caller keeps nobody waiting.
+    /// `admit` is asked about callers that know the secret; whom it lets in goes to `deliver`. Both
+    /// are called from several threads at once and should not block. `admit` decides and does not
+    /// record: the caller may be gone before its welcome reaches it, and two callers that claim to
+    /// be the same node may both be admitted, so `deliver` must cope with a second one.
+    pub fn serve(
+        self,
+        credentials: Credentials,
+        admit: impl Fn(&Hello) -> Result<(), Status> + Send + Sync + 'static,
+        deliver: impl Fn(Hello, Stream) + Send + Sync + 'static,
+    ) -> io::Result<Serving> {
+        self.serve_patiently(MESSAGE_LIMIT, credentials, admit, deliver)
+    }
+
+    fn serve_patiently(
+        self,
+        message_limit: Duration,
+        credentials: Credentials,
+        admit: impl Fn(&Hello) -> Result<(), Status> + Send + Sync + 'static,
+        deliver: impl Fn(Hello, Stream) + Send + Sync + 'static,
+    ) -> io::Result<Serving> {
+        let poll = Poll::new()?;
+        for door in &self.doors {
+            let mut source = SourceFd(&door.as_raw_fd());
+            poll.registry().register(&mut source, CALLER, Interest::READABLE)?;
+        }
+        let waker = Arc::new(Waker::new(poll.registry(), WAKE)?);
+        let stop = Arc::new(AtomicBool::new(false));
+        let porter = Porter {
+            doors: self.doors,
+            credentials,
+            message_limit,
+            admit,
+            deliver,
+            stop: stop.clone(),
+            waker: waker.clone(),
+            waiting: Mutex::default(),
+        };
+        let thread = thread::Builder::new()
+            .name("poseidon-accept".to_owned())
+            .spawn(move || porter.run(poll))?;
+        Ok(Serving { tcp: self.tcp, unix: self.unix, stop, waker, thread: Some(thread) })
+    }
+}
+
+/// A listener at work. Dropping it closes the addresses, hangs up on callers in mid-handshake and
+/// returns when its threads have ended; connections already delivered live on. Not to be dropped
+/// within `admit` or `deliver`, for whose return it waits.
+#[derive(Debug)]
+pub struct Serving {
+    tcp: SocketAddr,
+    unix: Option<String>,
+    /// Written once, by drop.
+    stop: Arc<AtomicBool>,
+    waker: Arc<Waker>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Serving {
+    /// The TCP address, with the port the system chose.
+    pub fn tcp(&self) -> SocketAddr {
+        self.tcp
+    }
+
+    /// The name of the abstract unix socket, if there is one.
+    pub fn unix(&self) -> Option<&str> {
+        self.unix.as_deref()
+    }
+}
+
+impl Drop for Serving {
+    fn drop(&mut self) {
+        self.stop.store(true, Ordering::Release);
+        if let Err(error) = self.waker.wake() {
+            // Joining a thread that cannot be woken would wait for ever.
+            tracing::error!(address = %self.tcp, %error, "cannot stop listening");
+            return;
+        }
+        if let Some(thread) = self.thread.take() {
+            // An error means that `admit` or `deliver` panicked, which has been reported then.
+            let _ = thread.join();
+        }
+    }
+}
+
+/// Everything the accepting thread and the handshakes it starts share.
+struct Porter<A, D> {
+    doors: Vec<Socket>,
+    credentials: Credentials,
+    message_limit: Duration,
+    admit: A,
+    deliver: D,
+    stop: Arc<AtomicBool>,
+    waker: Arc<Waker>,
+    /// Callers in mid-handshake, oldest first. The accepting thread adds; whoever removes one
+    /// has the last word on it: its own thread when the handshake is over, the accepting thread
+    /// when it hangs up.
+    waiting: Mutex<BTreeMap<u64, Waiting>>,
+}
+
+struct Waiting {
+    since: Instant,
+    peer: String,
+    socket: Socket,
+}
+
+impl<A, D> Porter<A, D>
+where
+    A: Fn(&Hello) -> Result<(), Status> + Sync,
+    D: Fn(Hello, Stream) + Sync,
+{
+    fn run(self, mut poll: Poll) {
+        let mut events = Events::with_capacity(8);
+        // The scope's end joins every handshake.
+        thread::scope(|scope| {
+            let mut next_id = 0;
+            let mut pause = None;
+            loop {
+                if let Err(error) = poll.poll(&mut events, pause)
+                    && error.kind() != ErrorKind::Interrupted
+                {
+                    tracing::error!(%error, "no longer accepting connections");
+                    break;
+                }
+                if self.stop.load(Ordering::Acquire) {
+                    break;
+                }
+                pause = self.accept_all(scope, &mut next_id);
+            }
+            for waiting in std::mem::take(&mut *self.waiting()).into_values() {
+                let _ = waiting.socket.shutdown(Shutdown::Both);
+            }
+        });
+    }
+
+    /// Accepts until nobody knocks: readiness is edge-triggered. Where it has to leave somebody
+    /// standing, it returns how soon to try again; the end of a handshake wakes it sooner.
+    fn accept_all<'s>(&'s self, scope: &'s Scope<'s, '_>, next_id: &mut u64) -> Option<Duration> {
+        while !self.stop.load(Ordering::Acquire) {
+            let mut idle = true;
+            for door in &self.doors {
+                if let Err(wait) = self.make_room() {
+                    return Some(wait);
+                }
+                match door.accept() {
+                    Ok((socket, address)) => {
+                        idle = false;
+                        *next_id += 1;
+                        if let Err(error) = self.start(scope, *next_id, socket, &address) {
+                            tracing::warn!(%error, "dropped a caller");
+                        }
+                    }
+                    Err(e) => match e.kind() {
+                        ErrorKind::WouldBlock => {}
+                        // The caller's own mishaps, which say nothing about the next one.
+                        ErrorKind::Interrupted
+                        | ErrorKind::ConnectionAborted
+                        | ErrorKind::ConnectionReset => idle = false,
+                        _ => {
+                            tracing::warn!(error = %e, "cannot accept a caller just now");
+                            return Some(SHORTAGE_PAUSE);
+                        }
+                    },
+                }
+            }
+            if idle {
+                break;
+            }
+        }
+        None
+    }
+
+    /// Room for one more handshake, or how long it may take. When all are taken, one that has
+    /// lasted far longer than an honest one gives way.
+    fn make_room(&self) -> Result<(), Duration> {
+        let mut waiting = self.waiting();
+        if waiting.len() < MAX_HANDSHAKES {
+            return Ok(());
+        }
+        let Some(oldest) = waiting.first_entry() else { return Ok(()) };
+        let age = oldest.get().since.elapsed();
+        if age < PATIENCE_WHEN_FULL {
+            return Err(PATIENCE_WHEN_FULL - age);
+        }
+        let Waiting { peer, socket, .. } = oldest.remove();
+        tracing::warn!(peer, "refused a connection: too slow while others wait");
+        let _ = socket.shutdown(Shutdown::Both);
+        Ok(())
+    }
+
+    fn start<'s>(
+        &'s self,
+        scope: &'s Scope<'s, '_>,
+        id: u64,
+        socket: Socket,
+        address: &SockAddr,
+    ) -> io::Result<()> {
+        let stream = Stream::new(socket, address)?;
+        let socket = stream.try_clone_socket()?;
+        let peer = stream.peer().to_owned();
+        self.waiting().insert(id, Waiting { since: Instant::now(), peer, socket });
+        let place = Place { porter: self, id };
+        // If the thread cannot be started, the closure is dropped and `place` with it.
+        thread::Builder::new()
+            .name("poseidon-hello".to_owned())
+            .spawn_scoped(scope, move || self.answer(stream, place))?;
+        Ok(())
+    }
+
+    fn answer(&self, mut stream: Stream, place: Place<'_, A, D>) {
+        match self.shake_hands(&mut stream) {
+            Ok(hello) => {
+                if place.leave() {
+                    stream.set_deadline(None);
+                    (self.deliver)(hello, stream);
+                }
+            }
+            Err(error) => {
+                if !self.waiting().contains_key(&place.id) {
+                    // The accepting thread hung up, and has said so.
+                    return;
+                }
+                let peer = stream.peer();
+                match &error {
+                    // Scanners and health checks: they asked for nothing, and nothing was refused.
+                    HandshakeError::Cut { message: "Hello", got: 0, .. } => {
+                        tracing::debug!(peer, "a caller left without a word");
+                    }
+                    error => tracing::warn!(peer, reason = %error, "refused a connection"),
+                }
+                if let HandshakeError::Refused(_) = error {
+                    stream.close_gently();
+                }
+            }
+        }
+    }
+
+    fn shake_hands(&self, stream: &mut Stream) -> Result<Hello, HandshakeError> {
+        stream.set_deadline(Some(Instant::now() + self.message_limit));
+        let challenged = handshake::challenge(stream, &self.credentials)?;
+        stream.set_deadline(Some(Instant::now() + self.message_limit));
+        challenged.judge(stream, &self.credentials.secret, &self.admit)
+    }
+}
+
+impl<A, D> Porter<A, D> {
+    fn waiting(&self) -> MutexGuard<'_, BTreeMap<u64, Waiting>> {
+        self.waiting.lock().expect("nothing panics while it holds this lock")
+    }
+}
+
+/// A caller's place among those waiting, given up when its thread ends, however it ends.
+struct Place<'a, A, D> {
+    porter: &'a Porter<A, D>,
+    id: u64,
+}
+
+impl<A, D> Place<'_, A, D> {
+    /// Whether the place was still held.
+    fn leave(&self) -> bool {
+        let mut waiting = self.porter.waiting();
+        let was_full = waiting.len() >= MAX_HANDSHAKES;
+        let held = waiting.remove(&self.id).is_some();
+        if held && was_full {
+            // Failing to wake costs the next caller a pause, no more.
+            let _ = self.porter.waker.wake();
+        }
+        held
+    }
+}
+
+impl<A, D> Drop for Place<'_, A, D> {
+    fn drop(&mut self) {
+        self.leave();
+    }
+}
+
+fn open_tcp(address: SocketAddr) -> io::Result<(SocketAddr, Socket)> {
+    let address = SockAddr::from(address);
+    let socket = socket_for(&address)?;
+    // Connections of an earlier run that linger in TIME_WAIT must not keep the port.
+    socket.set_reuse_address(true)?;
+    socket.bind(&address)?;
+    socket.listen(BACKLOG)?;
+    socket.set_nonblocking(true)?;
+    let bound = socket.local_addr()?.as_socket().ok_or(ErrorKind::AddrNotAvailable)?;
+    Ok((bound, socket))
+}
+
+fn open_unix() -> io::Result<(String, Socket)> {
+    let name = format!("poseidon-{:032x}", random_number()?);
+    let address = unix_address(&name)?;
+    let socket = socket_for(&address)?;
+    socket.bind(&address)?;
+    socket.listen(BACKLOG)?;
+    socket.set_nonblocking(true)?;
+    Ok((name, socket))
+}
+
+const CALLER: Token = Token(0);
+const WAKE: Token = Token(1);
+
+/// How long each message of a caller may take, by `docs/wire.md` §1.
+const MESSAGE_LIMIT: Duration = Duration::from_secs(5);
+/// Threads that strangers can make us start.
+const MAX_HANDSHAKES: usize = 64;
+/// A handshake takes two round trips. Longer than this, and others knocking, it is not honest work.
+const PATIENCE_WHEN_FULL: Duration = Duration::from_secs(1);
+/// How long to wait when the system is out of descriptors or memory.
+const SHORTAGE_PAUSE: Duration = Duration::from_millis(100);
+/// Every lane of every node may call in the same instant; the kernel caps it as it likes.
+const BACKLOG: i32 = 4096;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{Address, Caller, connect};
+    use poseidon_core::wire::Purpose;
+    use poseidon_core::{LaneId, NodeId};
+    use std::io::{Read, Write};
+    use std::net::{Ipv4Addr, TcpStream};
+    use std::sync::mpsc;
+
+    const FOREVER: Duration = Duration::from_secs(3600);
+
+    fn credentials() -> Credentials {
+        Credentials { cluster: [1; 16], secret: "sesame".parse().unwrap() }
+    }
+
+    fn serve(limit: Duration) -> (Serving, mpsc::Receiver<NodeId>) {
+        let (sender, delivered) = mpsc::channel();
+        let listener = Listener::bind(Ipv4Addr::LOCALHOST.into(), 0, true).unwrap();
+        let deliver = move |hello: Hello, _: Stream| sender.send(hello.node).unwrap();
+        (listener.serve_patiently(limit, credentials(), |_| Ok(()), deliver).unwrap(), delivered)
+    }
+
+    fn call(serving: &Serving, node: u16) -> Stream {
+        let caller = Caller { purpose: Purpose::Lane, node: NodeId(node), lane: LaneId(0) };
+        let to = Address::Tcp(serving.tcp().to_string());
+        connect(&to, caller, &credentials(), Instant::now() + FOREVER).unwrap()
+    }
+
+    #[test]
+    fn silent_and_slow_callers_are_hung_up_on() {
+        let (serving, _delivered) = serve(Duration::from_millis(50));
+        let mut silent = TcpStream::connect(serving.tcp()).unwrap();
+        let mut slow = TcpStream::connect(serving.tcp()).unwrap();
+        slow.write_all(b"POSEIDON\x01\x00\x01\x00").unwrap();
+        for stream in [&mut silent, &mut slow] {
+            // Ends, with or without a reset, or the test does not.
+            assert!(matches!(stream.read(&mut [0; 1]), Ok(0) | Err(_)));
+        }
+    }
+
+    #[test]
+    fn dropping_does_not_wait_for_silent_callers() {
+        let (serving, delivered) = serve(FOREVER);
+        let mut silent = TcpStream::connect(serving.tcp()).unwrap();
+        // Callers are taken in order, so the silent one is in its handshake now.
+        let _served = call(&serving, 1);
+        assert_eq!(delivered.recv(), Ok(NodeId(1)));
+        drop(serving);
+        assert!(matches!(silent.read(&mut [0; 1]), Ok(0) | Err(_)));
+        // The sender lived in the listener's threads, which are gone.
+        assert_eq!(delivered.try_recv(), Err(mpsc::TryRecvError::Disconnected));
+    }
+
+    #[cfg(target_os = "linux")]
+    #[test]
+    fn dropping_frees_the_port() {
+        // Another loopback address than the other tests', lest they take the port meanwhile.
+        let listener = Listener::bind([127, 0, 0, 78].into(), 0, true).unwrap();
+        let serving = listener.serve(credentials(), |_| Ok(()), |_, _| ()).unwrap();
+        let address = serving.tcp();
+        let _served = call(&serving, 1);
+        Listener::bind(address.ip(), address.port(), false).unwrap_err();
+        drop(serving);
+        Listener::bind(address.ip(), address.port(), false).unwrap();
+    }
+
+    #[test]
+    fn a_delivered_connection_outlives_its_listener() {
+        let (sender, delivered) = mpsc::channel();
+        let listener = Listener::bind(Ipv4Addr::LOCALHOST.into(), 0, false).unwrap();
+        let deliver = move |_: Hello, stream: Stream| sender.send(stream).unwrap();
+        let serving = listener.serve(credentials(), |_| Ok(()), deliver).unwrap();
+        let mut caller = call(&serving, 1);
+        let mut served = delivered.recv().unwrap();
+        drop(serving);
+        caller.write_all(b"still here").unwrap();
+        let mut heard = [0; 10];
+        served.read_exact(&mut heard).unwrap();
+        assert_eq!(&heard, b"still here");
+    }
+
+    #[test]
+    fn a_crowd_of_silent_callers_gives_way() {
+        let (serving, delivered) = serve(FOREVER);
+        let crowd: Vec<_> =
+            (0..MAX_HANDSHAKES + 10).map(|_| TcpStream::connect(serving.tcp()).unwrap()).collect();
+        let _served = call(&serving, 7);
+        assert_eq!(delivered.recv(), Ok(NodeId(7)));
+        drop(crowd);
+    }
+
+    #[test]
+    fn a_panic_in_deliver_costs_that_connection_only() {
+        let (sender, delivered) = mpsc::channel();
+        let listener = Listener::bind(Ipv4Addr::LOCALHOST.into(), 0, false).unwrap();
+        let deliver = move |hello: Hello, _: Stream| {
+            assert_ne!(hello.node, NodeId(13), "expected by this test");
+            sender.send(hello.node).unwrap();
+        };
+        let serving = listener.serve(credentials(), |_| Ok(()), deliver).unwrap();
+        let _unlucky = call(&serving, 13);
+        let _served = call(&serving, 2);
+        assert_eq!(delivered.recv(), Ok(NodeId(2)));
+    }
+}

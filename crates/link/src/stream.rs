@@ -1,0 +1,262 @@
+use crate::{Carrier, Link};
+use mio::unix::SourceFd;
+use mio::{Interest, Registry, Token};
+use socket2::{Domain, Protocol, SockAddr, Socket, Type};
+use std::ffi::c_int;
+use std::io::{self, ErrorKind, IoSlice, IoSliceMut, Read, Write};
+use std::net::{Shutdown, SocketAddr};
+use std::os::fd::AsRawFd;
+use std::time::{Duration, Instant};
+
+/// Bytes asked for in each socket's send and receive buffer. The kernel may grant less
+/// (`net.core.wmem_max`, `net.core.rmem_max`).
+///
+/// Four chunks of the default size. A first guess, not yet measured.
+pub const SOCKET_BUFFER: usize = 1 << 20;
+
+/// A connection whose other end has been authenticated, or soon will be. Blocking, with a deadline.
+///
+/// [`Stream::into_link`] turns it into what a lane's event loop works with.
+#[derive(Debug)]
+pub struct Stream {
+    socket: Socket,
+    carrier: Carrier,
+    peer: String,
+    deadline: Option<Instant>,
+}
+
+impl Stream {
+    /// From now on, reads and writes that are not done by `deadline` fail with
+    /// [`ErrorKind::TimedOut`]. Without one they wait for as long as it takes.
+    pub fn set_deadline(&mut self, deadline: Option<Instant>) {
+        self.deadline = deadline;
+    }
+
+    /// The other end, for people: `10.0.0.2:41234` or `unix:poseidon-123-5f0c…`.
+    pub fn peer(&self) -> &str {
+        &self.peer
+    }
+
+    /// What carries the bytes.
+    pub fn carrier(&self) -> Carrier {
+        self.carrier
+    }
+
+    /// The connection as a lane wants it: non-blocking, without a deadline.
+    pub fn into_link(self) -> io::Result<Box<dyn Link>> {
+        self.socket.set_nonblocking(true)?;
+        Ok(Box::new(SocketLink { socket: self.socket, carrier: self.carrier }))
+    }
+
+    /// Takes over a connected socket, in blocking mode.
+    pub(crate) fn new(socket: Socket, peer: &SockAddr) -> io::Result<Self> {
+        // Where accepted sockets inherit their listener's mode, that mode is non-blocking.
+        socket.set_nonblocking(false)?;
+        let (carrier, peer) = match peer.as_socket() {
+            Some(address) => {
+                // A header must not wait for the acknowledgement of the payload before it.
+                socket.set_tcp_nodelay(true)?;
+                (Carrier::Tcp, address.to_string())
+            }
+            None => (Carrier::Unix, unix_name(peer)),
+        };
+        Ok(Self { socket, carrier, peer, deadline: None })
+    }
+
+    /// A second hold on the socket, to shut it down from another thread.
+    pub(crate) fn try_clone_socket(&self) -> io::Result<Socket> {
+        self.socket.try_clone()
+    }
+
+    /// Closes so that the peer can still read what was written last: closing a TCP socket that has
+    /// unread input resets the connection, and a reset overtakes a refusal on its way.
+    pub(crate) fn close_gently(mut self) {
+        if self.socket.shutdown(Shutdown::Write).is_err() {
+            return;
+        }
+        self.set_deadline(Some(Instant::now() + GENTLE_CLOSE));
+        let mut scrap = [0; 4096];
+        for _ in 0..GENTLE_CLOSE_READS {
+            if matches!(self.read(&mut scrap), Ok(0) | Err(_)) {
+                return;
+            }
+        }
+    }
+
+    /// What is left of the deadline, as the socket option wants it.
+    fn remaining(&self) -> io::Result<Option<Duration>> {
+        let Some(deadline) = self.deadline else { return Ok(None) };
+        let left = deadline.saturating_duration_since(Instant::now());
+        if left.is_zero() {
+            return Err(ErrorKind::TimedOut.into());
+        }
+        // Zero means for ever; a wait that ends early would be reported as one that ended in time.
+        Ok(Some(left.max(Duration::from_millis(1))))
+    }
+}
+
+impl Read for Stream {
+    fn read(&mut self, buf: &mut [u8]) -> io::Result<usize> {
+        self.socket.set_read_timeout(self.remaining()?)?;
+        (&self.socket).read(buf).map_err(timed_out)
+    }
+}
+
+impl Write for Stream {
+    fn write(&mut self, buf: &[u8]) -> io::Result<usize> {
+        self.socket.set_write_timeout(self.remaining()?)?;
+        self.socket.send_with_flags(buf, NO_SIGNAL).map_err(timed_out)
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+/// A new socket for `address`, with the options every connection of ours has. Buffers are set here,
+/// before it connects or listens, because TCP agrees on its window scale when it connects.
+pub(crate) fn socket_for(address: &SockAddr) -> io::Result<Socket> {
+    let socket = match address.as_socket() {
+        Some(ip) => {
+            let socket = Socket::new(Domain::for_address(ip), Type::STREAM, Some(Protocol::TCP))?;
+            socket.set_tcp_nodelay(true)?;
+            socket
+        }
+        None => Socket::new(Domain::UNIX, Type::STREAM, None)?,
+    };
+    socket.set_send_buffer_size(SOCKET_BUFFER)?;
+    socket.set_recv_buffer_size(SOCKET_BUFFER)?;
+    Ok(socket)
+}
+
+/// The address of the abstract unix socket `name`, where there are such sockets.
+pub(crate) fn unix_address(name: &str) -> io::Result<SockAddr> {
+    if cfg!(target_os = "linux") {
+        SockAddr::unix(format!("\0{name}"))
+    } else {
+        Err(io::Error::new(ErrorKind::Unsupported, "abstract unix sockets exist on Linux only"))
+    }
+}
+
+/// Whether a TCP socket was connected to itself, which the kernel allows when the port nobody
+/// listens on happens to be the one it picks for the caller.
+pub(crate) fn is_self_connected(socket: &Socket, to: SocketAddr) -> bool {
+    socket.local_addr().ok().and_then(|local| local.as_socket()) == Some(to)
+}
+
+struct SocketLink {
+    socket: Socket,
+    carrier: Carrier,
+}
+
+impl Link for SocketLink {
+    fn read(&mut self, bufs: &mut [IoSliceMut<'_>]) -> io::Result<usize> {
+        let count = bufs.len().min(MAX_BUFFERS);
+        (&self.socket).read_vectored(&mut bufs[..count])
+    }
+
+    fn write(&mut self, bufs: &[IoSlice<'_>]) -> io::Result<usize> {
+        let count = bufs.len().min(MAX_BUFFERS);
+        self.socket.send_vectored_with_flags(&bufs[..count], NO_SIGNAL)
+    }
+
+    fn finish(&mut self) -> io::Result<()> {
+        self.socket.shutdown(Shutdown::Write)
+    }
+
+    fn register(&mut self, registry: &Registry, token: Token) -> io::Result<()> {
+        let interest = Interest::READABLE | Interest::WRITABLE;
+        registry.register(&mut SourceFd(&self.socket.as_raw_fd()), token, interest)
+    }
+
+    fn carrier(&self) -> Carrier {
+        self.carrier
+    }
+}
+
+fn unix_name(address: &SockAddr) -> String {
+    #[cfg(target_os = "linux")]
+    if let Some(name) = address.as_abstract_namespace() {
+        return format!("unix:{}", name.escape_ascii());
+    }
+    let _ = address;
+    "unix:unnamed".to_owned()
+}
+
+/// A socket's time-out shows as `WouldBlock`.
+fn timed_out(e: io::Error) -> io::Error {
+    if e.kind() == ErrorKind::WouldBlock { ErrorKind::TimedOut.into() } else { e }
+}
+
+/// The most buffers one call takes (`IOV_MAX`); more would fail it.
+const MAX_BUFFERS: usize = 1024;
+
+/// A program that hosts us may have SIGPIPE at its default, and a dead peer must not kill it.
+/// Apple has an option of the socket for that instead, which socket2 sets.
+#[cfg(not(target_vendor = "apple"))]
+const NO_SIGNAL: c_int = rustix::net::SendFlags::NOSIGNAL.bits() as c_int;
+#[cfg(target_vendor = "apple")]
+const NO_SIGNAL: c_int = 0;
+
+/// How long, and for how many reads, a refused caller may still talk: a caller of ours is gone
+/// after a round trip.
+const GENTLE_CLOSE: Duration = Duration::from_secs(1);
+const GENTLE_CLOSE_READS: usize = 16;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn pair() -> (Stream, Stream) {
+        let (a, b) = Socket::pair(Domain::UNIX, Type::STREAM, None).unwrap();
+        let nobody = a.peer_addr().unwrap();
+        (Stream::new(a, &nobody).unwrap(), Stream::new(b, &nobody).unwrap())
+    }
+
+    #[test]
+    fn a_read_ends_at_its_deadline() {
+        let (mut a, mut b) = pair();
+        a.set_deadline(Some(Instant::now() + Duration::from_millis(20)));
+        assert_eq!(a.read(&mut [0; 8]).unwrap_err().kind(), ErrorKind::TimedOut);
+        // Also when there would be something to read: the deadline has passed.
+        b.write_all(b"x").unwrap();
+        assert_eq!(a.read(&mut [0; 8]).unwrap_err().kind(), ErrorKind::TimedOut);
+        a.set_deadline(None);
+        assert_eq!(a.read(&mut [0; 8]).unwrap(), 1);
+    }
+
+    #[test]
+    fn a_write_nobody_reads_ends_at_its_deadline() {
+        let (mut a, _b) = pair();
+        a.set_deadline(Some(Instant::now() + Duration::from_millis(20)));
+        let error = a.write_all(&vec![0; 64 << 20]).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::TimedOut);
+    }
+
+    #[test]
+    fn a_link_takes_more_buffers_than_the_kernel_does() {
+        let (a, b) = pair();
+        let (mut a, mut b) = (a.into_link().unwrap(), b.into_link().unwrap());
+        let sent = a.write(&vec![IoSlice::new(b"ab"); 3000]).unwrap();
+        assert_eq!(sent, 2 * MAX_BUFFERS);
+        let mut bytes = vec![[0; 1]; 3000];
+        let mut bufs: Vec<_> = bytes.iter_mut().map(|b| IoSliceMut::new(b)).collect();
+        assert_eq!(b.read(&mut bufs).unwrap(), MAX_BUFFERS);
+        assert_eq!(bytes[MAX_BUFFERS - 1], *b"b");
+    }
+
+    #[test]
+    fn a_finished_link_can_still_be_read() {
+        let (a, b) = pair();
+        let (mut a, mut b) = (a.into_link().unwrap(), b.into_link().unwrap());
+        a.write(&[IoSlice::new(b"last")]).unwrap();
+        a.finish().unwrap();
+        let mut word = [0; 8];
+        assert_eq!(b.read(&mut [IoSliceMut::new(&mut word)]).unwrap(), 4);
+        assert_eq!(b.read(&mut [IoSliceMut::new(&mut word)]).unwrap(), 0);
+        b.write(&[IoSlice::new(b"ok")]).unwrap();
+        assert_eq!(a.read(&mut [IoSliceMut::new(&mut word)]).unwrap(), 2);
+        drop(a);
+        assert_eq!(b.write(&[IoSlice::new(b"x")]).unwrap_err().kind(), ErrorKind::BrokenPipe);
+    }
+}

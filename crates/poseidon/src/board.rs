@@ -1,0 +1,124 @@
+//! Where lanes tell the training program what is done, and what went wrong.
+
+use crate::{Buffer, Error};
+use poseidon_core::wire::Kind;
+use poseidon_core::{Clock, LayerId};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Condvar, Mutex, OnceLock, PoisonError};
+use std::time::Instant;
+
+/// One layer's memory while it is in flight. The session and the lanes share it.
+#[derive(Debug)]
+pub(crate) struct Exchange {
+    pub(crate) layer: LayerId,
+    pub(crate) clock: Clock,
+    pub(crate) kind: Kind,
+    /// The step's learning rate.
+    pub(crate) rate: f32,
+    /// What this worker contributes. The result overwrites it unless there is a destination: a
+    /// chunk's result comes only after its contribution has been used.
+    pub(crate) gradient: Buffer,
+    pub(crate) destination: Option<Buffer>,
+}
+
+impl Exchange {
+    /// Where results go.
+    pub(crate) fn result(&self) -> &Buffer {
+        self.destination.as_ref().unwrap_or(&self.gradient)
+    }
+}
+
+/// Progress of all layers of a node, and its failure if it has one.
+#[derive(Debug)]
+pub(crate) struct Board {
+    /// Per layer: lanes that have not finished their part. The session sets it when a layer goes
+    /// out; each lane takes one off after it has let go of the exchange.
+    pending: Vec<AtomicUsize>,
+    failure: OnceLock<Error>,
+    /// Threads in `wait`: without one, a lane need not touch the gate.
+    sleepers: AtomicUsize,
+    gate: Mutex<()>,
+    changed: Condvar,
+}
+
+/// What a node has sent and received. Written by its lanes, read by anybody.
+#[derive(Debug, Default)]
+pub(crate) struct Counters {
+    pub(crate) bytes_sent: AtomicU64,
+    pub(crate) bytes_received: AtomicU64,
+    pub(crate) frames_sent: AtomicU64,
+    pub(crate) frames_received: AtomicU64,
+}
+
+impl Board {
+    pub(crate) fn new(layers: usize) -> Self {
+        Self {
+            pending: (0..layers).map(|_| AtomicUsize::new(0)).collect(),
+            failure: OnceLock::new(),
+            sleepers: AtomicUsize::new(0),
+            gate: Mutex::new(()),
+            changed: Condvar::new(),
+        }
+    }
+
+    /// `lanes` lanes are about to work on `layer`.
+    pub(crate) fn begin(&self, layer: LayerId, lanes: usize) {
+        self.pending[layer.index()].store(lanes, Ordering::Release);
+    }
+
+    /// One lane has finished its part of `layer` and dropped its exchange.
+    pub(crate) fn finish_part(&self, layer: LayerId) {
+        if self.pending[layer.index()].fetch_sub(1, Ordering::SeqCst) == 1 {
+            self.wake();
+        }
+    }
+
+    /// The node has failed; the first reason stays.
+    pub(crate) fn fail(&self, error: Error) {
+        let _ = self.failure.set(error);
+        self.wake_all();
+    }
+
+    pub(crate) fn failure(&self) -> Option<Error> {
+        self.failure.get().cloned()
+    }
+
+    pub(crate) fn is_done(&self, layer: LayerId) -> bool {
+        self.pending[layer.index()].load(Ordering::SeqCst) == 0
+    }
+
+    /// Sleeps until `layer` is done (true), the node has failed, or `deadline` has passed (false).
+    pub(crate) fn wait(&self, layer: LayerId, deadline: Instant) -> Result<bool, Error> {
+        let over = || self.is_done(layer) || self.failure.get().is_some();
+        if !over() {
+            let mut gate = self.gate.lock().unwrap_or_else(PoisonError::into_inner);
+            // Announced before the last look: a lane that finishes after it sees a sleeper.
+            self.sleepers.fetch_add(1, Ordering::SeqCst);
+            while !over() {
+                let left = deadline.saturating_duration_since(Instant::now());
+                if left.is_zero() {
+                    break;
+                }
+                let woken = self.changed.wait_timeout(gate, left);
+                gate = woken.unwrap_or_else(PoisonError::into_inner).0;
+            }
+            self.sleepers.fetch_sub(1, Ordering::SeqCst);
+        }
+        if self.is_done(layer) {
+            return Ok(true);
+        }
+        self.failure().map_or(Ok(false), Err)
+    }
+
+    fn wake(&self) {
+        if self.sleepers.load(Ordering::SeqCst) > 0 {
+            self.wake_all();
+        }
+    }
+
+    fn wake_all(&self) {
+        // Taking the gate orders this wake-up after a sleeper's last look.
+        drop(self.gate.lock().unwrap_or_else(PoisonError::into_inner));
+        self.changed.notify_all();
+    }
+}

@@ -1,0 +1,461 @@
+//! Who am I, where is everybody: raw arguments and environment become a [`Config`] once.
+//!
+//! This is the only module that reads the environment.
+
+use crate::Error;
+use poseidon_core::{NodeId, Servers};
+use poseidon_link::{Credentials, Secret};
+use sha2::{Digest, Sha256};
+use std::fmt;
+use std::fs;
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use std::str::FromStr;
+use std::time::Duration;
+
+/// What a process needs to know to join a job.
+#[derive(Clone, Debug)]
+pub struct Config {
+    /// Which node of the job this process is.
+    pub member: Member,
+    /// Number of workers.
+    pub workers: u16,
+    /// Where the store lives.
+    pub servers: Servers,
+    /// Lanes per node; worker 0's number holds for all.
+    pub lanes: u16,
+    /// `host:port` of the coordinator.
+    pub coordinator: String,
+    /// Whether this process serves the coordinator (worker 0 does, unless a launcher does).
+    pub serves_coordinator: bool,
+    /// The address or interface to listen on. `None`: the one that routes to the coordinator.
+    pub address: Option<String>,
+    /// What may carry links.
+    pub carrier: Carriers,
+    /// The job's name: nodes of another job are turned away.
+    pub cluster: String,
+    /// What nodes prove to each other that they know.
+    pub secret: Secret,
+    /// How long nodes wait for each other at the start.
+    pub connect_timeout: Duration,
+    /// How long a layer may take to come back. Covers the slowest worker's slowest step.
+    pub timeout: Duration,
+    /// How long a node may be silent before it is taken for dead.
+    pub silence: Duration,
+}
+
+/// Which node of the job a process is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Member {
+    /// The worker of this rank.
+    Worker(u16),
+    /// The dedicated server of this index.
+    Server(u16),
+}
+
+/// What may carry links.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Carriers {
+    /// Unix sockets between nodes on one host, TCP otherwise.
+    #[default]
+    Auto,
+    /// TCP only.
+    Tcp,
+    /// Unix sockets only: all nodes are on one host.
+    Unix,
+}
+
+impl Config {
+    /// Reads the environment of `poseidon launch`, torchrun, Open MPI or Slurm. Without any of
+    /// them the process is the only worker of its own job.
+    ///
+    /// | variable | meaning |
+    /// | --- | --- |
+    /// | `RANK`, `WORLD_SIZE`, `MASTER_ADDR`, `MASTER_PORT` | as torchrun sets them; the coordinator listens on the port after `MASTER_PORT`, which torch uses itself |
+    /// | `OMPI_COMM_WORLD_*`, `SLURM_*` | as Open MPI and Slurm set them |
+    /// | `POSEIDON_COORDINATOR` | `host:port`, instead of the above |
+    /// | `POSEIDON_SERVERS` | `colocated` (default), a number of dedicated servers, `colocated+N` |
+    /// | `POSEIDON_SERVER` | this process is the dedicated server of this index |
+    /// | `POSEIDON_LANES` | threads per node (default: cores / 2 / processes on the host, 1 to 8) |
+    /// | `POSEIDON_SECRET`, `POSEIDON_SECRET_FILE` | the cluster secret; default: a file made in the user's configuration folder |
+    /// | `POSEIDON_ADDRESS` | address or interface to listen on |
+    /// | `POSEIDON_LINK` | `auto`, `tcp`, `unix` |
+    /// | `POSEIDON_CLUSTER` | the job's name |
+    /// | `POSEIDON_TIMEOUT`, `POSEIDON_CONNECT_TIMEOUT`, `POSEIDON_SILENCE` | seconds |
+    pub fn from_env() -> Result<Self, Error> {
+        Self::from_variables(&|name| std::env::var(name).ok())
+    }
+
+    /// As [`Config::from_env`], with the environment as an argument.
+    pub fn from_variables(get: &dyn Fn(&str) -> Option<String>) -> Result<Self, Error> {
+        let env = Env(get);
+        let place = env.place()?;
+        let servers = env.parse("POSEIDON_SERVERS")?.unwrap_or(Servers::Colocated);
+        let member = match env.parse("POSEIDON_SERVER")? {
+            Some(index) => Member::Server(index),
+            None => Member::Worker(place.rank),
+        };
+        let served = env.0("POSEIDON_COORDINATOR_SERVED").is_some_and(|v| v != "0");
+        let coordinator = env.0("POSEIDON_COORDINATOR").map_or(place.coordinator, Ok)?;
+        let seconds = |name, default| {
+            let parsed = env.parse(name)?.map(Duration::try_from_secs_f64);
+            let bad = |_| Error::Config(format!("{name}: expected a positive number of seconds"));
+            Ok::<_, Error>(parsed.transpose().map_err(bad)?.unwrap_or(Duration::from_secs(default)))
+        };
+        let config = Self {
+            member,
+            workers: place.workers,
+            servers,
+            lanes: env.parse("POSEIDON_LANES")?.unwrap_or_else(|| default_lanes(place.local)),
+            serves_coordinator: member == Member::Worker(0) && !served,
+            cluster: env.0("POSEIDON_CLUSTER").unwrap_or(place.job),
+            coordinator,
+            address: env.0("POSEIDON_ADDRESS"),
+            carrier: env.parse("POSEIDON_LINK")?.unwrap_or_default(),
+            secret: env.secret()?,
+            connect_timeout: seconds("POSEIDON_CONNECT_TIMEOUT", 60)?,
+            timeout: seconds("POSEIDON_TIMEOUT", 300)?,
+            silence: seconds("POSEIDON_SILENCE", 15)?,
+        };
+        config.validate()?;
+        Ok(config)
+    }
+
+    /// The only worker of its own job, on this machine.
+    pub fn alone(secret: Secret) -> Self {
+        Self {
+            member: Member::Worker(0),
+            workers: 1,
+            servers: Servers::Colocated,
+            lanes: default_lanes(1),
+            coordinator: "127.0.0.1:0".into(),
+            serves_coordinator: true,
+            address: None,
+            carrier: Carriers::Auto,
+            cluster: "alone".into(),
+            secret,
+            connect_timeout: Duration::from_secs(60),
+            timeout: Duration::from_secs(300),
+            silence: Duration::from_secs(15),
+        }
+    }
+
+    /// This process's node id.
+    pub fn node(&self) -> NodeId {
+        match self.member {
+            Member::Worker(rank) => NodeId(rank),
+            Member::Server(index) => NodeId(self.workers + index),
+        }
+    }
+
+    pub(crate) fn validate(&self) -> Result<(), Error> {
+        poseidon_core::Cluster::new(self.workers, self.servers, self.lanes)?;
+        let (what, index, count) = match self.member {
+            Member::Worker(rank) => ("rank", rank, self.workers),
+            Member::Server(index) => ("server index", index, self.servers.extra()),
+        };
+        if index >= count {
+            return Err(Error::Config(format!(
+                "{what} {index} of {count}: expected less than {count}"
+            )));
+        }
+        Ok(())
+    }
+
+    /// What this node shows at the door.
+    pub fn credentials(&self) -> Credentials {
+        credentials(&self.cluster, self.secret.clone())
+    }
+}
+
+/// The credentials of the job called `cluster`.
+pub fn credentials(cluster: &str, secret: Secret) -> Credentials {
+    let digest = Sha256::digest(cluster.as_bytes());
+    let mut id = [0; 16];
+    id.copy_from_slice(&digest[..16]);
+    Credentials { cluster: id, secret }
+}
+
+impl FromStr for Carriers {
+    type Err = String;
+
+    fn from_str(s: &str) -> Result<Self, String> {
+        match s {
+            "auto" => Ok(Self::Auto),
+            "tcp" => Ok(Self::Tcp),
+            "unix" => Ok(Self::Unix),
+            _ => Err(format!("expected 'auto', 'tcp' or 'unix', got '{s}'")),
+        }
+    }
+}
+
+impl fmt::Display for Carriers {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Auto => "auto",
+            Self::Tcp => "tcp",
+            Self::Unix => "unix",
+        })
+    }
+}
+
+/// Half the cores for the lanes, half for computing, shared by the processes on the host.
+fn default_lanes(local_processes: u16) -> u16 {
+    let cores = std::thread::available_parallelism().map_or(1, |n| n.get());
+    (cores / 2 / usize::from(local_processes.max(1))).clamp(1, 8) as u16
+}
+
+struct Env<'a>(&'a dyn Fn(&str) -> Option<String>);
+
+/// Where a launcher has put this process.
+struct Place {
+    rank: u16,
+    workers: u16,
+    /// Processes of the job on this host.
+    local: u16,
+    /// The error is for when nothing else says where the coordinator is.
+    coordinator: Result<String, Error>,
+    job: String,
+}
+
+impl Env<'_> {
+    fn parse<T: FromStr<Err: fmt::Display>>(&self, name: &str) -> Result<Option<T>, Error> {
+        let parse = |v: String| v.parse().map_err(|e| Error::Config(format!("{name}={v}: {e}")));
+        self.0(name).filter(|v| !v.is_empty()).map(parse).transpose()
+    }
+
+    fn need<T: FromStr<Err: fmt::Display>>(&self, name: &str, because: &str) -> Result<T, Error> {
+        let missing = || Error::Config(format!("{because} is set but {name} is not"));
+        self.parse(name)?.ok_or_else(missing)
+    }
+
+    fn place(&self) -> Result<Place, Error> {
+        if self.0("WORLD_SIZE").is_some() {
+            let server = self.0("POSEIDON_SERVER").is_some();
+            let rank = if server { 0 } else { self.need("RANK", "WORLD_SIZE")? };
+            let workers = self.need("WORLD_SIZE", "WORLD_SIZE")?;
+            let local = self.parse("LOCAL_WORLD_SIZE")?.unwrap_or(1);
+            let job = self.0("TORCHELASTIC_RUN_ID").unwrap_or_else(|| "torchrun".into());
+            return Ok(Place { rank, workers, local, coordinator: self.beside_master(), job });
+        }
+        if self.0("OMPI_COMM_WORLD_RANK").is_some() {
+            let rank = self.need("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_RANK")?;
+            let workers = self.need("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK")?;
+            let local = self.need("OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_COMM_WORLD_RANK")?;
+            let job = self.0("PMIX_NAMESPACE").unwrap_or_else(|| "openmpi".into());
+            let host = if local == workers { Some("127.0.0.1".into()) } else { self.mpirun_host() };
+            return Ok(Place { rank, workers, local, coordinator: self.on_host(host, &job), job });
+        }
+        if self.0("SLURM_PROCID").is_some() && self.0("SLURM_STEP_ID").is_some() {
+            let rank = self.need("SLURM_PROCID", "SLURM_PROCID")?;
+            let workers: u16 = self.need("SLURM_NTASKS", "SLURM_PROCID")?;
+            let nodes: u16 = self.parse("SLURM_STEP_NUM_NODES")?.unwrap_or(1).max(1);
+            let id = |name| self.0(name).unwrap_or_default();
+            let job = format!("slurm-{}-{}", id("SLURM_JOB_ID"), id("SLURM_STEP_ID"));
+            let list = self.0("SLURM_STEP_NODELIST").or_else(|| self.0("SLURM_JOB_NODELIST"));
+            let host =
+                if nodes == 1 { Some("127.0.0.1".into()) } else { list.map(|l| first_host(&l)) };
+            let local = workers.div_ceil(nodes);
+            return Ok(Place { rank, workers, local, coordinator: self.on_host(host, &job), job });
+        }
+        if self.0("RANK").is_some() {
+            return Err(Error::Config("RANK is set but WORLD_SIZE is not".into()));
+        }
+        let coordinator = Ok("127.0.0.1:0".into());
+        Ok(Place { rank: 0, workers: 1, local: 1, coordinator, job: "alone".into() })
+    }
+
+    /// torchrun's own store listens on `MASTER_PORT`: the coordinator takes the port after it.
+    fn beside_master(&self) -> Result<String, Error> {
+        if self.0("POSEIDON_COORDINATOR").is_some() {
+            return Ok(String::new()); // not needed
+        }
+        let host: String = self.need("MASTER_ADDR", "WORLD_SIZE")?;
+        let port: u16 = self.need("MASTER_PORT", "WORLD_SIZE")?;
+        let port = port.checked_add(1).ok_or_else(|| {
+            Error::Config("MASTER_PORT=65535: the coordinator needs the port after it".into())
+        })?;
+        Ok(join_host_port(&host, port))
+    }
+
+    /// A port that every process of the job computes alike and other jobs probably do not.
+    fn on_host(&self, host: Option<String>, job: &str) -> Result<String, Error> {
+        let host = self.0("MASTER_ADDR").or(host).ok_or_else(|| {
+            let fix = "set MASTER_ADDR to the host of rank 0, or POSEIDON_COORDINATOR to host:port";
+            Error::Config(format!("cannot tell on which host rank 0 runs: {fix}"))
+        })?;
+        let digest = Sha256::digest(job.as_bytes());
+        let port = 20_000 + u16::from_le_bytes([digest[0], digest[1]]) % 10_000;
+        Ok(join_host_port(&host, port))
+    }
+
+    /// Open MPI tells its processes where mpirun runs, and puts rank 0 there unless told otherwise.
+    fn mpirun_host(&self) -> Option<String> {
+        let uri = self.0("OMPI_MCA_orte_hnp_uri")?;
+        let address = uri.split("tcp://").nth(1)?.split([':', ',']).next()?;
+        Some(address.to_string())
+    }
+
+    fn secret(&self) -> Result<Secret, Error> {
+        if let Some(secret) = self.0("POSEIDON_SECRET") {
+            return secret.parse().map_err(|e| Error::Config(format!("POSEIDON_SECRET: {e}")));
+        }
+        let path = match self.0("POSEIDON_SECRET_FILE") {
+            Some(path) => PathBuf::from(path),
+            None => {
+                let home = self.0("XDG_CONFIG_HOME").map(PathBuf::from);
+                let home = home.or_else(|| Some(PathBuf::from(self.0("HOME")?).join(".config")));
+                let fix = "set POSEIDON_SECRET to the same long random value on every node";
+                let home =
+                    home.ok_or_else(|| Error::Config(format!("no HOME for a secret file: {fix}")))?;
+                home.join("poseidon").join("secret")
+            }
+        };
+        secret_file(&path).map_err(Error::io(format!("cluster secret file {}", path.display())))
+    }
+}
+
+/// Reads the secret in `path`, or makes one there that only this user can read. Several processes
+/// may get here at once: the first to link its file in place wins, the others read it.
+fn secret_file(path: &Path) -> std::io::Result<Secret> {
+    if !path.exists() {
+        let folder = path.parent().unwrap_or(Path::new("."));
+        fs::create_dir_all(folder)?;
+        let fresh = folder.join(format!(".secret.{}", std::process::id()));
+        let mut options = fs::OpenOptions::new();
+        options.write(true).create(true).truncate(true);
+        #[cfg(unix)]
+        std::os::unix::fs::OpenOptionsExt::mode(&mut options, 0o600);
+        options.open(&fresh)?.write_all(Secret::random()?.expose().as_bytes())?;
+        let linked = fs::hard_link(&fresh, path);
+        fs::remove_file(&fresh)?;
+        match linked {
+            Err(e) if e.kind() != std::io::ErrorKind::AlreadyExists => return Err(e),
+            _ => {}
+        }
+    }
+    let text = fs::read_to_string(path)?;
+    text.trim().parse().map_err(std::io::Error::other)
+}
+
+fn join_host_port(host: &str, port: u16) -> String {
+    if host.contains(':') && !host.starts_with('[') {
+        format!("[{host}]:{port}")
+    } else {
+        format!("{host}:{port}")
+    }
+}
+
+/// The first host of a Slurm list such as `gpu[03-05,09],login1`.
+fn first_host(list: &str) -> String {
+    let Some((prefix, rest)) = list.split_once('[').filter(|(p, _)| !p.contains(',')) else {
+        return list.split(',').next().unwrap_or(list).to_string();
+    };
+    let (range, after) = rest.split_once(']').unwrap_or((rest, ""));
+    let number = range.split([',', '-']).next().unwrap_or(range);
+    let suffix = after.split(',').next().unwrap_or("");
+    format!("{prefix}{number}{suffix}")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn config(variables: &[(&str, &str)]) -> Result<Config, Error> {
+        let find = |name: &str| {
+            let known = variables.iter().chain([&("POSEIDON_SECRET", "hush")]);
+            known.rev().find(|(n, _)| *n == name).map(|(_, v)| v.to_string())
+        };
+        Config::from_variables(&find)
+    }
+
+    #[test]
+    fn a_bare_program_is_a_job_of_one() {
+        let c = config(&[]).unwrap();
+        assert_eq!((c.member, c.workers, c.serves_coordinator), (Member::Worker(0), 1, true));
+    }
+
+    #[test]
+    fn torchrun_is_understood_and_its_port_left_alone() {
+        let env = [
+            ("RANK", "3"),
+            ("WORLD_SIZE", "4"),
+            ("LOCAL_WORLD_SIZE", "2"),
+            ("MASTER_ADDR", "node7"),
+            ("MASTER_PORT", "29500"),
+        ];
+        let c = config(&env).unwrap();
+        assert_eq!((c.member, c.workers), (Member::Worker(3), 4));
+        assert_eq!(c.coordinator, "node7:29501");
+        assert!(!c.serves_coordinator);
+    }
+
+    #[test]
+    fn open_mpi_is_understood() {
+        let mut env = vec![
+            ("OMPI_COMM_WORLD_RANK", "0"),
+            ("OMPI_COMM_WORLD_SIZE", "4"),
+            ("OMPI_COMM_WORLD_LOCAL_SIZE", "4"),
+            ("PMIX_NAMESPACE", "123"),
+        ];
+        let local = config(&env).unwrap();
+        assert!(local.coordinator.starts_with("127.0.0.1:2"), "{}", local.coordinator);
+        env[2].1 = "2";
+        let lost = config(&env).unwrap_err().to_string();
+        assert!(lost.contains("MASTER_ADDR"), "{lost}");
+        env.push(("OMPI_MCA_orte_hnp_uri", "99.0;tcp://192.0.2.7,192.0.2.8:41000"));
+        let remote = config(&env).unwrap();
+        assert!(remote.coordinator.starts_with("192.0.2.7:2"), "{}", remote.coordinator);
+    }
+
+    #[test]
+    fn slurm_is_understood() {
+        let env = [
+            ("SLURM_PROCID", "5"),
+            ("SLURM_NTASKS", "8"),
+            ("SLURM_STEP_NUM_NODES", "4"),
+            ("SLURM_JOB_ID", "77"),
+            ("SLURM_STEP_ID", "0"),
+            ("SLURM_STEP_NODELIST", "gpu[03-06]"),
+        ];
+        let c = config(&env).unwrap();
+        assert_eq!((c.member, c.workers), (Member::Worker(5), 8));
+        assert!(c.coordinator.starts_with("gpu03:2"), "{}", c.coordinator);
+    }
+
+    #[test]
+    fn slurm_host_lists() {
+        assert_eq!(first_host("gpu[03-05,09],login1"), "gpu03");
+        assert_eq!(first_host("a,b[1-2]"), "a");
+        assert_eq!(first_host("one"), "one");
+        assert_eq!(first_host("r[1,3]-ib"), "r1-ib");
+    }
+
+    #[test]
+    fn nonsense_is_named_with_its_variable() {
+        let torch = |rank, world| {
+            config(&[
+                ("RANK", rank),
+                ("WORLD_SIZE", world),
+                ("MASTER_ADDR", "h"),
+                ("MASTER_PORT", "1"),
+            ])
+        };
+        let words = |c: Result<Config, Error>| c.unwrap_err().to_string();
+        assert!(words(torch("x", "4")).contains("RANK=x"));
+        assert!(words(torch("4", "4")).contains("rank 4 of 4"));
+        assert!(words(torch("0", "0")).contains("at least 1 worker"));
+        assert!(words(config(&[("RANK", "0")])).contains("WORLD_SIZE is not"));
+        assert!(words(config(&[("POSEIDON_LINK", "pigeon")])).contains("'pigeon'"));
+        assert!(words(config(&[("POSEIDON_TIMEOUT", "-1")])).contains("POSEIDON_TIMEOUT"));
+    }
+
+    #[test]
+    fn a_secret_file_is_made_once_and_read_by_all() {
+        let folder = std::env::temp_dir().join(format!("poseidon-secret-{}", std::process::id()));
+        let path = folder.join("secret");
+        let made = secret_file(&path).unwrap();
+        assert_eq!(secret_file(&path).unwrap().expose(), made.expose());
+        fs::remove_dir_all(folder).unwrap();
+    }
+}

@@ -1,0 +1,335 @@
+//! The coordinator: nodes join, it writes the information book, anybody may ask it.
+//!
+//! It lives in worker 0's process, or in the launcher's; either way it is a listener and one short
+//! thread per control connection. No gradient ever passes through it.
+
+use crate::Error;
+use crate::book::{Book, Job, NodeFacts, lookup};
+use poseidon_core::wire::{Header, HeaderError, Kind, MAX_CONTROL, NOBODY, Purpose, Status};
+use poseidon_core::{Cluster, LaneId, NodeId, Servers};
+use poseidon_link::{Address, Caller, Credentials, Listener, Serving, Stream, connect};
+use serde::{Deserialize, Serialize};
+use serde_json::{Value, json};
+use std::collections::BTreeMap;
+use std::io::{self, Read, Write};
+use std::net::{IpAddr, SocketAddr};
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+/// Serves rendezvous and questions until it is dropped.
+#[derive(Debug)]
+pub struct Coordinator {
+    address: SocketAddr,
+    _serving: Serving,
+}
+
+/// Why the nodes did not find together.
+#[derive(Clone, Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum RendezvousError {
+    /// The coordinator would not have this node.
+    #[error("the coordinator at {address} refused this node: {reason}")]
+    Refused {
+        /// The coordinator's address.
+        address: String,
+        /// Its words.
+        reason: String,
+    },
+    /// The conversation broke off.
+    #[error("talking to the coordinator at {address}: {why}")]
+    Broken {
+        /// The coordinator's address.
+        address: String,
+        /// What happened.
+        why: String,
+    },
+}
+
+/// A message on a control connection (`docs/wire.md` §3).
+#[derive(Debug, Serialize, Deserialize)]
+#[serde(tag = "type", rename_all = "lowercase")]
+pub(crate) enum Message {
+    Join(Box<Join>),
+    Book(Box<Book>),
+    Refused { reason: String },
+    Query { key: String },
+    Answer { value: Option<Value> },
+}
+
+/// What a node says when it joins.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(crate) struct Join {
+    pub(crate) facts: NodeFacts,
+    pub(crate) workers: u16,
+    pub(crate) servers: Servers,
+    pub(crate) lanes: u16,
+    /// Workers only: a dedicated server takes what it gets.
+    pub(crate) job: Option<Job>,
+}
+
+/// Who has joined so far. Control threads write it, each for its own node, and wait on `changed`.
+#[derive(Debug, Default)]
+struct Gathering {
+    joined: BTreeMap<NodeId, (Join, String)>,
+    outcome: Option<Result<Arc<Book>, String>>,
+}
+
+#[derive(Debug)]
+struct Shared {
+    gathering: Mutex<Gathering>,
+    changed: Condvar,
+    patience: Duration,
+}
+
+impl Coordinator {
+    /// Starts a coordinator on `ip:port` (port 0: any free one). It waits `patience` after the
+    /// first node for the last one.
+    pub fn bind(
+        ip: IpAddr,
+        port: u16,
+        credentials: Credentials,
+        patience: Duration,
+    ) -> Result<Self, Error> {
+        let listener = Listener::bind(ip, port, false)?;
+        let address = listener.tcp();
+        let shared =
+            Arc::new(Shared { gathering: Mutex::default(), changed: Condvar::new(), patience });
+        let admit = |hello: &poseidon_core::wire::Hello| match hello.purpose {
+            Purpose::Control => Ok(()),
+            Purpose::Lane => Err(Status::Purpose),
+        };
+        let deliver = move |_hello, stream| {
+            let shared = shared.clone();
+            // Its own thread: a node may wait here for a minute until the last one joins.
+            let spawned = std::thread::Builder::new()
+                .name("poseidon-control".into())
+                .spawn(move || converse(&shared, stream));
+            if let Err(error) = spawned {
+                tracing::warn!(%error, "no thread for a control connection");
+            }
+        };
+        let serving = listener.serve(credentials, admit, deliver);
+        let serving = serving.map_err(Error::io("serving the coordinator"))?;
+        Ok(Self { address, _serving: serving })
+    }
+
+    /// Where it listens.
+    pub fn address(&self) -> SocketAddr {
+        self.address
+    }
+}
+
+/// Asks the coordinator at `address` for `key` of the information book: a dotted path, empty for all
+/// of it. `None` if the key names nothing.
+pub fn query(
+    address: &str,
+    credentials: &Credentials,
+    key: &str,
+    patience: Duration,
+) -> Result<Option<Value>, Error> {
+    let deadline = Instant::now() + patience;
+    let caller = Caller { purpose: Purpose::Control, node: NOBODY, lane: LaneId(0) };
+    let mut stream = connect(&Address::Tcp(address.into()), caller, credentials, deadline)
+        .map_err(|e| Error::connect(format!("reaching the coordinator at {address}"), e))?;
+    stream.set_deadline(Some(deadline));
+    match converse_once(&mut stream, NOBODY, &Message::Query { key: key.into() }, address)? {
+        Message::Answer { value } => Ok(value),
+        other => Err(unexpected(address, "an answer", &other).into()),
+    }
+}
+
+/// Joins the job through the coordinator at the other end of `stream`; returns when all have.
+pub(crate) fn join(
+    stream: &mut Stream,
+    join: Join,
+    address: &str,
+) -> Result<Book, RendezvousError> {
+    let node = join.facts.node;
+    match converse_once(stream, node, &Message::Join(Box::new(join)), address)? {
+        Message::Book(book) => Ok(*book),
+        other => Err(unexpected(address, "the book", &other)),
+    }
+}
+
+/// Says one thing and hears one back.
+fn converse_once(
+    stream: &mut Stream,
+    me: NodeId,
+    message: &Message,
+    address: &str,
+) -> Result<Message, RendezvousError> {
+    let address = address.to_string();
+    match send(stream, me, message).and_then(|()| receive(stream)) {
+        Ok(Message::Refused { reason }) => Err(RendezvousError::Refused { address, reason }),
+        Ok(answer) => Ok(answer),
+        Err(e) => Err(RendezvousError::Broken { address, why: e.to_string() }),
+    }
+}
+
+fn unexpected(address: &str, expected: &str, got: &Message) -> RendezvousError {
+    RendezvousError::Broken { address: address.into(), why: format!("expected {expected}, got {got:?}") }
+}
+
+/// How long a caller may take to say what it wants.
+const PATIENCE_FOR_WORDS: Duration = Duration::from_secs(10);
+
+fn converse(shared: &Shared, mut stream: Stream) {
+    stream.set_deadline(Some(Instant::now() + PATIENCE_FOR_WORDS));
+    let peer = stream.peer().to_string();
+    let answer = match receive(&mut stream) {
+        Ok(Message::Join(join)) => shared.join(*join, peer.clone()),
+        Ok(Message::Query { key }) => Message::Answer { value: lookup(shared.tell(), &key) },
+        Ok(other) => Message::Refused { reason: format!("expected join or query, got {other:?}") },
+        Err(error) => {
+            tracing::warn!(%peer, %error, "a control connection said nothing sensible");
+            return;
+        }
+    };
+    stream.set_deadline(Some(Instant::now() + PATIENCE_FOR_WORDS));
+    if let Err(error) = send(&mut stream, NOBODY, &answer) {
+        tracing::warn!(%peer, %error, "a control connection did not take its answer");
+    }
+}
+
+impl Shared {
+    /// Registers a node and waits until the book is written, or the attempt has failed.
+    fn join(&self, join: Join, peer: String) -> Message {
+        let mut gathering = self.gathering.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Err(reason) = gathering.admit(join, peer) {
+            return Message::Refused { reason };
+        }
+        self.changed.notify_all();
+        let deadline = Instant::now() + self.patience;
+        while gathering.outcome.is_none() {
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                let missing = gathering.missing().join(", ");
+                let reason = format!("{missing} did not join within {:?}", self.patience);
+                gathering.outcome = Some(Err(reason));
+                self.changed.notify_all();
+                break;
+            }
+            let woken = self.changed.wait_timeout(gathering, left);
+            gathering = woken.unwrap_or_else(PoisonError::into_inner).0;
+        }
+        match gathering.outcome.as_ref() {
+            Some(Ok(book)) => Message::Book(Box::new(Book::clone(book))),
+            Some(Err(reason)) => Message::Refused { reason: reason.clone() },
+            None => Message::Refused { reason: "the coordinator has no outcome".into() },
+        }
+    }
+
+    /// What there is to know right now.
+    fn tell(&self) -> Value {
+        let gathering = self.gathering.lock().unwrap_or_else(PoisonError::into_inner);
+        match &gathering.outcome {
+            Some(Ok(book)) => serde_json::to_value(&**book).unwrap_or(Value::Null),
+            Some(Err(reason)) => json!({ "failed": reason }),
+            None => json!({
+                "joined": gathering.joined.values().map(|(j, _)| &j.facts).collect::<Vec<_>>(),
+                "missing": gathering.missing(),
+            }),
+        }
+    }
+}
+
+impl Gathering {
+    fn admit(&mut self, join: Join, peer: String) -> Result<(), String> {
+        if let Some(outcome) = &self.outcome {
+            return Err(match outcome {
+                Ok(_) => "the job has started already".into(),
+                Err(reason) => reason.clone(),
+            });
+        }
+        let cluster = Cluster::new(join.workers, join.servers, 1).map_err(|e| e.to_string())?;
+        let node = join.facts.node;
+        let name = cluster.name(node);
+        let Some(role) = cluster.role(node) else {
+            return Err(format!("there is no node {node} among {} nodes", cluster.nodes()));
+        };
+        if role.worker != join.job.is_some() {
+            return Err(format!("{name} must describe a job exactly if it is a worker"));
+        }
+        if let Some((_, before)) = self.joined.get(&node) {
+            return Err(format!(
+                "{name} joined already, from {before}: two processes have the same rank"
+            ));
+        }
+        if let Some((other, (first, _))) = self.joined.iter().next() {
+            let other = cluster.name(*other);
+            let size = |j: &Join| format!("{} workers and servers '{}'", j.workers, j.servers);
+            if size(first) != size(&join) {
+                return Err(format!(
+                    "{name} expects {}, {other} expects {}",
+                    size(&join),
+                    size(first)
+                ));
+            }
+        }
+        if let Some(job) = &join.job {
+            let first =
+                self.joined.values().find_map(|(j, _)| Some((j.facts.node, j.job.as_ref()?)));
+            if let Some((other, theirs)) = first
+                && let Some(words) = theirs.difference(&cluster.name(other), job, &name)
+            {
+                return Err(format!("the workers do not train the same thing: {words}"));
+            }
+        }
+        tracing::debug!(%name, %peer, "joined");
+        self.joined.insert(node, (join, peer));
+        if self.joined.len() == cluster.nodes() {
+            self.outcome = Some(self.write_book());
+        }
+        Ok(())
+    }
+
+    /// All are here. Worker 0's number of lanes holds for everybody.
+    fn write_book(&self) -> Result<Arc<Book>, String> {
+        let (first, _) = &self.joined[&NodeId(0)];
+        let cluster =
+            Cluster::new(first.workers, first.servers, first.lanes).map_err(|e| e.to_string())?;
+        let job = first.job.clone().ok_or("worker 0 described no job")?;
+        let nodes = self.joined.values().map(|(join, _)| join.facts.clone()).collect();
+        Ok(Arc::new(Book { cluster, nodes, job }))
+    }
+
+    fn missing(&self) -> Vec<String> {
+        let Some((first, _)) = self.joined.values().next() else { return Vec::new() };
+        let cluster = Cluster::new(first.workers, first.servers, 1);
+        let Ok(cluster) = cluster else { return Vec::new() };
+        let missing = cluster.node_ids().filter(|n| !self.joined.contains_key(n));
+        missing.map(|n| cluster.name(n)).collect()
+    }
+}
+
+fn send(stream: &mut Stream, sender: NodeId, message: &Message) -> io::Result<()> {
+    let body = serde_json::to_vec(message)?;
+    if body.len() > MAX_CONTROL {
+        let (got, most) = (body.len(), MAX_CONTROL);
+        return Err(io::Error::other(format!("a control message of {got} bytes, at most {most}")));
+    }
+    let mut bytes = Header::bare(Kind::Control, sender, body.len() as u32).encode().to_vec();
+    bytes.extend_from_slice(&body);
+    stream.write_all(&bytes)
+}
+
+fn receive(stream: &mut Stream) -> io::Result<Message> {
+    let invalid = |why: String| io::Error::new(io::ErrorKind::InvalidData, why);
+    let mut head = [0; Header::SIZE];
+    stream.read_exact(&mut head)?;
+    let header = Header::decode(&head).map_err(|e: HeaderError| invalid(e.to_string()))?;
+    let length = header.length as usize;
+    if header.kind != Kind::Control || length > MAX_CONTROL {
+        return Err(invalid(format!("expected a control message, got {header:?}")));
+    }
+    // Grows as bytes really come: an announced length alone reserves nothing.
+    let mut body = Vec::new();
+    stream.take(length as u64).read_to_end(&mut body)?;
+    if body.len() < length {
+        return Err(invalid(format!(
+            "a control message of {length} bytes ended after {}",
+            body.len()
+        )));
+    }
+    serde_json::from_slice(&body).map_err(|e| invalid(format!("not a control message: {e}")))
+}

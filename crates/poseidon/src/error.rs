@@ -1,0 +1,210 @@
+//! What can go wrong, said so that a person knows which node to look at.
+
+use crate::coordinator::RendezvousError;
+use poseidon_core::cluster::ClusterError;
+use poseidon_core::optim::OptimizerError;
+use poseidon_core::{Clock, Violation};
+use poseidon_link::address::AddressError;
+use poseidon_link::{BindError, ConnectError};
+use std::sync::Arc;
+use std::time::Duration;
+
+/// Why a session could not start, or why it stopped.
+///
+/// A session that has failed stays failed: every later call returns the first reason again.
+#[derive(Clone, Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// The configuration or the environment makes no sense.
+    #[error("configuration: {0}")]
+    Config(String),
+    /// The cluster described cannot exist.
+    #[error(transparent)]
+    Cluster(#[from] ClusterError),
+    /// The update rule described cannot work.
+    #[error(transparent)]
+    Optimizer(#[from] OptimizerError),
+    /// No address to listen on.
+    #[error(transparent)]
+    Address(Arc<AddressError>),
+    /// The address is taken.
+    #[error(transparent)]
+    Bind(Arc<BindError>),
+    /// Another node could not be reached, or would not let us in.
+    #[error("{what}: {source}")]
+    Connect {
+        /// Who was called and why.
+        what: String,
+        /// What happened.
+        source: Arc<ConnectError>,
+    },
+    /// The nodes did not find together.
+    #[error(transparent)]
+    Rendezvous(#[from] RendezvousError),
+    /// Nodes that should have opened a connection to this one did not.
+    #[error("no connection from {} within {waited:?}: they joined the job but did not reach {address}", .nodes.join(", "))]
+    NeverConnected {
+        /// The nodes, by name.
+        nodes: Vec<String>,
+        /// Where this node listens.
+        address: String,
+        /// How long it waited.
+        waited: Duration,
+    },
+    /// The job has no such layer.
+    #[error("no layer '{name}'; the job has {known}")]
+    UnknownLayer {
+        /// What was asked for.
+        name: String,
+        /// What there is.
+        known: String,
+    },
+    /// A buffer that does not fit its layer.
+    #[error("layer '{layer}' has {expected} parameters, the {what} given has {got}")]
+    Length {
+        /// The layer.
+        layer: String,
+        /// Which buffer.
+        what: &'static str,
+        /// The layer's length.
+        expected: usize,
+        /// The buffer's length.
+        got: usize,
+    },
+    /// A layer was sent again before it came back.
+    #[error(
+        "layer '{layer}' is still in flight at clock {clock}: receive it before sending it again"
+    )]
+    InFlight {
+        /// The layer.
+        layer: String,
+        /// The clock in flight.
+        clock: Clock,
+    },
+    /// A layer was awaited that had not been sent.
+    #[error("layer '{layer}' is not in flight: send it before receiving it")]
+    NotInFlight {
+        /// The layer.
+        layer: String,
+    },
+    /// Parameters live on the shards, and nobody has put them there.
+    #[error(
+        "layer '{layer}' has no initial parameters yet: with the update rule '{optimizer}' call broadcast and receive first"
+    )]
+    NotInitialised {
+        /// The layer.
+        layer: String,
+        /// The update rule.
+        optimizer: String,
+    },
+    /// A layer can be initialised only once.
+    #[error("layer '{layer}' is at clock {clock}: broadcast comes before the first send, once")]
+    AlreadyInitialised {
+        /// The layer.
+        layer: String,
+        /// Its clock.
+        clock: Clock,
+    },
+    /// A wait came to its deadline.
+    #[error("layer '{layer}' did not come back within {waited:?} at clock {clock}: {missing}")]
+    Timeout {
+        /// The layer awaited.
+        layer: String,
+        /// Its clock.
+        clock: Clock,
+        /// How long.
+        waited: Duration,
+        /// Which chunks from which nodes.
+        missing: String,
+    },
+    /// A chunk waits for workers that do not come.
+    #[error("chunk {chunk} of layer '{layer}' at clock {clock} has waited {waited:?} for {}", .missing.join(", "))]
+    Stalled {
+        /// The layer.
+        layer: String,
+        /// The chunk.
+        chunk: u32,
+        /// The clock.
+        clock: Clock,
+        /// The workers that have not contributed, by name.
+        missing: Vec<String>,
+        /// Since the first contribution.
+        waited: Duration,
+    },
+    /// A node is gone.
+    #[error("lost {node}: {how}{}", .awaited.as_ref().map(|a| format!("; awaited from it: {a}")).unwrap_or_default())]
+    Lost {
+        /// The node, by name.
+        node: String,
+        /// How we know.
+        how: String,
+        /// What we were waiting for from it, if anything.
+        awaited: Option<String>,
+    },
+    /// A node broke the protocol.
+    #[error(
+        "{node} broke the protocol with chunk {chunk} of layer '{layer}' at clock {clock}: {violation}"
+    )]
+    Violation {
+        /// The node, by name.
+        node: String,
+        /// The layer.
+        layer: String,
+        /// The chunk.
+        chunk: u32,
+        /// The frame's clock.
+        clock: Clock,
+        /// What was wrong.
+        violation: Violation,
+    },
+    /// A node sent bytes that are not a frame.
+    #[error("{node} sent something that is not a frame: {why}")]
+    Garbage {
+        /// The node, by name.
+        node: String,
+        /// What was wrong.
+        why: String,
+    },
+    /// Another node failed and said why.
+    #[error("{node} stopped the job: {reason}")]
+    Aborted {
+        /// The node, by name.
+        node: String,
+        /// Its words.
+        reason: String,
+    },
+    /// The operating system refused something a node cannot do without.
+    #[error("{what}: {source}")]
+    Io {
+        /// What was tried.
+        what: String,
+        /// What the system said.
+        source: Arc<std::io::Error>,
+    },
+    /// The session is over.
+    #[error("the session is finished")]
+    Finished,
+}
+
+impl Error {
+    pub(crate) fn connect(what: String, source: ConnectError) -> Self {
+        Self::Connect { what, source: Arc::new(source) }
+    }
+
+    pub(crate) fn io(what: impl Into<String>) -> impl FnOnce(std::io::Error) -> Self {
+        let what = what.into();
+        move |source| Self::Io { what, source: Arc::new(source) }
+    }
+}
+
+impl From<AddressError> for Error {
+    fn from(error: AddressError) -> Self {
+        Self::Address(Arc::new(error))
+    }
+}
+
+impl From<BindError> for Error {
+    fn from(error: BindError) -> Self {
+        Self::Bind(Arc::new(error))
+    }
+}

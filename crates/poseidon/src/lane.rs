@@ -1,0 +1,408 @@
+//! A lane: one thread of a node, with its own links, its own chunks and its own event loop.
+//!
+//! [`Lane`] is the lane without its thread: tests drive it over in-memory links in virtual time.
+//! [`run`] is the thread: epoll, a mailbox, the clock.
+
+use crate::Error;
+use crate::board::{Board, Counters, Exchange};
+use crate::holdings::Holdings;
+use crate::outbox::Payload;
+use crate::peer::{Fault, Peer};
+use poseidon_core::wire::{Header, Kind, MAX_ABORT};
+use poseidon_core::{Clock, Cluster, Layer, LayerId, NodeId};
+use poseidon_link::Link;
+use std::io;
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, SyncSender, TryRecvError};
+use std::time::{Duration, Instant};
+
+/// How long a lane waits before it takes something for broken.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Limits {
+    /// A peer that has not been heard for this long is dead, and so is one that takes no bytes.
+    pub(crate) silence: Duration,
+    /// A chunk that has waited this long for a worker stops the job.
+    pub(crate) stall: Duration,
+}
+
+/// What the session asks of a lane.
+pub(crate) enum Command {
+    /// A layer goes out.
+    Send(Arc<Exchange>),
+    /// What is this lane waiting for, of this layer?
+    Explain(LayerId, SyncSender<Vec<String>>),
+    /// Nothing more will be sent: say goodbye and serve until the others do.
+    Finish,
+    /// The program is unwinding: tell the others and stop.
+    Abort(String),
+}
+
+pub(crate) struct Lane {
+    me: NodeId,
+    cluster: Cluster,
+    layers: Arc<[Layer]>,
+    holdings: Holdings,
+    peers: Vec<Option<Peer>>,
+    /// Shared by all links, so that it stays in cache: payloads are read here and added from here.
+    scratch: Vec<f32>,
+    board: Arc<Board>,
+    counters: Arc<Counters>,
+    limits: Limits,
+    next_tick: Duration,
+    finishing: bool,
+    /// The job has failed; only goodbyes are still written, until then.
+    dying: Option<Duration>,
+}
+
+/// What the thread should do after a turn.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) enum Next {
+    /// There is more to do right now.
+    Again,
+    /// Nothing to do until a link is ready, a command comes, or this time is reached.
+    Sleep(Duration),
+    /// All said and done.
+    Stop,
+}
+
+/// Scratch of 128 KiB: half of the second-level cache of small machines, and past the size where
+/// longer reads make the kernel any faster (`bench/runs`, exchange).
+const SCRATCH: usize = (128 << 10) / size_of::<f32>();
+const TICK: Duration = Duration::from_millis(500);
+const HEARTBEAT: Duration = Duration::from_secs(2);
+/// How long a failed lane goes on writing its reason to the others.
+const LAST_WORDS: Duration = Duration::from_secs(1);
+
+/// Everything a lane is made of.
+pub(crate) struct Parts {
+    pub(crate) me: NodeId,
+    pub(crate) cluster: Cluster,
+    pub(crate) layers: Arc<[Layer]>,
+    pub(crate) holdings: Holdings,
+    pub(crate) links: Vec<(NodeId, Box<dyn Link>)>,
+    pub(crate) board: Arc<Board>,
+    pub(crate) counters: Arc<Counters>,
+    pub(crate) limits: Limits,
+}
+
+impl Lane {
+    pub(crate) fn new(parts: Parts, now: Duration) -> Self {
+        let mut peers: Vec<Option<Peer>> = parts.cluster.node_ids().map(|_| None).collect();
+        for (node, link) in parts.links {
+            peers[node.index()] = Some(Peer::new(node, link, now));
+        }
+        Self {
+            me: parts.me,
+            cluster: parts.cluster,
+            layers: parts.layers,
+            holdings: parts.holdings,
+            peers,
+            scratch: vec![0.0; SCRATCH],
+            board: parts.board,
+            counters: parts.counters,
+            limits: parts.limits,
+            next_tick: now + TICK,
+            finishing: false,
+            dying: None,
+        }
+    }
+
+    pub(crate) fn peers(&mut self) -> impl Iterator<Item = &mut Peer> {
+        self.peers.iter_mut().flatten()
+    }
+
+    /// The link to `node` is ready.
+    pub(crate) fn handle_ready(&mut self, node: NodeId, readable: bool, writable: bool) {
+        if let Some(peer) = self.peers.get_mut(node.index()).and_then(Option::as_mut) {
+            peer.readable |= readable;
+            peer.writable |= writable;
+        }
+    }
+
+    pub(crate) fn handle_command(&mut self, command: Command, now: Duration) {
+        match command {
+            Command::Send(_) if self.dying.is_some() => {}
+            Command::Send(exchange) => {
+                let peers = &mut self.peers;
+                self.holdings.handle_send(exchange, |node, header, payload| {
+                    post(peers, node, &header, payload);
+                });
+            }
+            Command::Explain(layer, reply) => {
+                let awaited = self.holdings.awaited().filter(|(chunk, _)| chunk.layer == layer);
+                let words = awaited.map(|(chunk, node)| {
+                    format!("chunk {} from {}", chunk.index, self.cluster.name(node))
+                });
+                // The asker has its own deadline and may have gone.
+                let _ = reply.try_send(words.collect());
+            }
+            Command::Finish => self.finish(),
+            Command::Abort(reason) => {
+                self.die(Error::Aborted { node: self.cluster.name(self.me), reason }, now);
+            }
+        }
+    }
+
+    /// Does all that can be done now.
+    pub(crate) fn turn(&mut self, now: Duration) -> Next {
+        if self.dying.is_none()
+            && let Err(error) = self.serve(now)
+        {
+            self.die(error, now);
+        }
+        if let Some(end) = self.dying {
+            return self.speak_last_words(now, end);
+        }
+        if self.is_over() {
+            return Next::Stop;
+        }
+        let busy = self.holdings.has_own_work()
+            || self
+                .peers
+                .iter()
+                .flatten()
+                .any(|p| (p.readable && !p.departed) || (p.writable && p.has_unsent()));
+        if busy { Next::Again } else { Next::Sleep(self.next_tick) }
+    }
+
+    fn serve(&mut self, now: Duration) -> Result<(), Error> {
+        self.flush(now)?;
+        for node in 0..self.peers.len() {
+            let Some(peer) = &mut self.peers[node] else { continue };
+            if !peer.readable || peer.departed {
+                continue;
+            }
+            let read = peer.read(&mut self.holdings, &mut self.scratch, &self.counters, now);
+            read.map_err(|fault| self.explain(NodeId(node as u16), fault))?;
+            self.distribute(now)?;
+        }
+        let worked = self.holdings.work(now).map_err(|(chunk, violation)| Error::Violation {
+            node: self.cluster.name(self.me),
+            layer: self.layer_name(chunk.layer),
+            chunk: chunk.index,
+            clock: self.holdings.clock(chunk.layer),
+            violation,
+        })?;
+        if worked {
+            self.distribute(now)?;
+        }
+        if now >= self.next_tick {
+            self.next_tick = now + TICK;
+            self.tick(now)?;
+        }
+        Ok(())
+    }
+
+    /// Sends out chunks that have just become complete, while they are in cache.
+    fn distribute(&mut self, now: Duration) -> Result<(), Error> {
+        let peers = &mut self.peers;
+        let any = self.holdings.poll_completed(|node, header, payload| {
+            post(peers, node, &header, payload);
+        });
+        if any { self.flush(now) } else { Ok(()) }
+    }
+
+    fn flush(&mut self, now: Duration) -> Result<(), Error> {
+        for node in 0..self.peers.len() {
+            let Some(peer) = &mut self.peers[node] else { continue };
+            let wrote = peer.write(&mut self.holdings, &self.counters, now);
+            wrote.map_err(|fault| self.explain(NodeId(node as u16), fault))?;
+        }
+        Ok(())
+    }
+
+    /// What has to be looked at from time to time: silence, stalls, goodbyes.
+    fn tick(&mut self, now: Duration) -> Result<(), Error> {
+        if let Some(failure) = self.board.failure() {
+            return Err(failure); // of another lane of this node
+        }
+        let silence = self.limits.silence;
+        for node in 0..self.peers.len() {
+            let Some(peer) = &mut self.peers[node] else { continue };
+            let how = if peer.departed {
+                continue;
+            } else if now.saturating_sub(peer.heard) > silence {
+                format!("not heard for {silence:?}, though the connection is open")
+            } else if peer.has_unsent() && now.saturating_sub(peer.spoke) > silence {
+                format!("has not taken a byte for {silence:?}: it stopped reading")
+            } else {
+                if now.saturating_sub(peer.spoke) > HEARTBEAT && !peer.has_unsent() {
+                    peer.send(&Header::bare(Kind::Heartbeat, self.me, 0), Payload::None);
+                }
+                continue;
+            };
+            return Err(self.explain(NodeId(node as u16), Fault::Lost(how)));
+        }
+        self.check_stalls(now)
+    }
+
+    fn check_stalls(&self, now: Duration) -> Result<(), Error> {
+        let Some(stall) = self.holdings.poll_stalled(now, Duration::ZERO) else { return Ok(()) };
+        let gone = |n: &NodeId| self.peers[n.index()].as_ref().is_some_and(|p| p.departed);
+        if let Some(&node) = stall.missing.iter().find(|n| gone(n)) {
+            let (chunk, layer) = (stall.key.index, self.layer_name(stall.key.layer));
+            return Err(Error::Lost {
+                node: self.cluster.name(node),
+                how: "it finished while others go on".into(),
+                awaited: Some(format!("chunk {chunk} of layer '{layer}' at clock {}", stall.clock)),
+            });
+        }
+        if stall.waited < self.limits.stall {
+            return Ok(());
+        }
+        Err(Error::Stalled {
+            layer: self.layer_name(stall.key.layer),
+            chunk: stall.key.index,
+            clock: stall.clock,
+            missing: stall.missing.iter().map(|&n| self.cluster.name(n)).collect(),
+            waited: stall.waited,
+        })
+    }
+
+    fn finish(&mut self) {
+        if !self.finishing {
+            self.finishing = true;
+            let bye = Header::bare(Kind::Bye, self.me, 0);
+            self.peers.iter_mut().flatten().for_each(|p| p.send(&bye, Payload::None));
+        }
+    }
+
+    /// Whether all goodbyes are said and heard. A dedicated server says its own after the last
+    /// worker's.
+    fn is_over(&mut self) -> bool {
+        let all_departed = self.peers.iter().flatten().all(|p| p.departed);
+        let serves_only = self.cluster.role(self.me).is_some_and(|r| !r.worker);
+        if all_departed && serves_only {
+            self.finish();
+        }
+        self.finishing && all_departed && !self.peers.iter().flatten().any(Peer::has_unsent)
+    }
+
+    /// Takes the job down: tells the session, then everybody else.
+    fn die(&mut self, error: Error, now: Duration) {
+        let mut reason = error.to_string();
+        reason.truncate(reason.floor_char_boundary(MAX_ABORT));
+        tracing::debug!(node = %self.me, %reason, "lane stops");
+        self.board.fail(error);
+        let header = Header::bare(Kind::Abort, self.me, reason.len() as u32);
+        for peer in self.peers.iter_mut().flatten() {
+            peer.send(&header, Payload::Text(reason.as_bytes().into()));
+        }
+        self.dying = Some(now + LAST_WORDS);
+    }
+
+    fn speak_last_words(&mut self, now: Duration, end: Duration) -> Next {
+        let mut unsaid = false;
+        for slot in &mut self.peers {
+            let Some(peer) = slot else { continue };
+            match peer.write(&mut self.holdings, &self.counters, now) {
+                Ok(()) => unsaid |= peer.has_unsent(),
+                Err(_) => *slot = None,
+            }
+        }
+        if unsaid && now < end { Next::Sleep(end) } else { Next::Stop }
+    }
+
+    fn explain(&self, node: NodeId, fault: Fault) -> Error {
+        let name = self.cluster.name(node);
+        match fault {
+            Fault::Lost(how) => {
+                let mut awaited = self.holdings.awaited().filter(|(_, server)| *server == node);
+                let first = awaited.next().map(|(chunk, _)| {
+                    let clock: Clock = self.holdings.clock(chunk.layer);
+                    let layer = self.layer_name(chunk.layer);
+                    let more = match awaited.count() {
+                        0 => String::new(),
+                        n => format!(" and {n} more chunks"),
+                    };
+                    format!("chunk {} of layer '{layer}' at clock {clock}{more}", chunk.index)
+                });
+                // Not waiting for it as a server: then perhaps for its worker's contribution.
+                let stalled = || {
+                    let stall = self.holdings.poll_stalled(Duration::MAX, Duration::ZERO)?;
+                    let layer = self.layer_name(stall.key.layer);
+                    let words = (stall.key.index, layer, stall.clock);
+                    stall.missing.contains(&node).then(|| {
+                        format!(
+                            "its part of chunk {} of layer '{}' at clock {}",
+                            words.0, words.1, words.2
+                        )
+                    })
+                };
+                Error::Lost { node: name, how, awaited: first.or_else(stalled) }
+            }
+            Fault::Garbage(why) => Error::Garbage { node: name, why },
+            Fault::Abort(reason) => Error::Aborted { node: name, reason },
+            Fault::Violation(header, violation) => Error::Violation {
+                node: name,
+                layer: self.layer_name(header.chunk.layer),
+                chunk: header.chunk.index,
+                clock: header.clock,
+                violation,
+            },
+        }
+    }
+
+    fn layer_name(&self, layer: LayerId) -> String {
+        let known = self.layers.get(layer.index());
+        known.map_or_else(|| format!("#{layer}, which does not exist"), |l| l.name.clone())
+    }
+}
+
+fn post(peers: &mut [Option<Peer>], node: NodeId, header: &Header, payload: Payload) {
+    // Every worker has a link to every server: `node` made them, or did not start.
+    peers[node.index()].as_mut().expect("no link").send(header, payload);
+}
+
+/// The token of a lane's mailbox; links have their node's id.
+pub(crate) const MAILBOX: mio::Token = mio::Token(usize::MAX);
+
+/// Runs `lane` until it stops: the body of its thread.
+pub(crate) fn run(
+    mut lane: Lane,
+    mut poll: mio::Poll,
+    mailbox: &Receiver<Command>,
+    epoch: Instant,
+) {
+    let board = lane.board.clone();
+    if let Err(source) = serve_events(&mut lane, &mut poll, mailbox, epoch) {
+        board.fail(Error::Io { what: "waiting for links".into(), source: Arc::new(source) });
+    }
+}
+
+fn serve_events(
+    lane: &mut Lane,
+    poll: &mut mio::Poll,
+    mailbox: &Receiver<Command>,
+    epoch: Instant,
+) -> io::Result<()> {
+    for peer in lane.peers() {
+        let token = mio::Token(peer.node().index());
+        peer.link().register(poll.registry(), token)?;
+    }
+    let mut events = mio::Events::with_capacity(256);
+    loop {
+        loop {
+            match mailbox.try_recv() {
+                Ok(command) => lane.handle_command(command, epoch.elapsed()),
+                Err(TryRecvError::Empty) => break,
+                // The session is gone without a word: nobody will ever send or receive again.
+                Err(TryRecvError::Disconnected) => return Ok(()),
+            }
+        }
+        let timeout = match lane.turn(epoch.elapsed()) {
+            Next::Again => Duration::ZERO,
+            Next::Sleep(until) => until.saturating_sub(epoch.elapsed()),
+            Next::Stop => return Ok(()),
+        };
+        match poll.poll(&mut events, Some(timeout)) {
+            Err(e) if e.kind() == io::ErrorKind::Interrupted => continue,
+            other => other?,
+        }
+        for event in events.iter().filter(|e| e.token() != MAILBOX) {
+            let node = NodeId(event.token().0 as u16);
+            let readable = event.is_readable() || event.is_read_closed() || event.is_error();
+            lane.handle_ready(node, readable, event.is_writable() || event.is_write_closed());
+        }
+    }
+}

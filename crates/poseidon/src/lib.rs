@@ -1,0 +1,59 @@
+//! Poseidon makes data-parallel training scale on ordinary Ethernet.
+//!
+//! A training program holds a [`Session`]: it sends a layer's gradient the moment the layer's
+//! backward pass ends, goes on computing, and receives the synchronised result when it needs it.
+//!
+//! ```no_run
+//! use poseidon::{Buffer, Config, Layer, Optimizer, Session};
+//!
+//! # fn main() -> Result<(), poseidon::Error> {
+//! let session = Session::builder(Config::from_env()?)   // torchrun, mpirun, srun, poseidon launch
+//!     .layer(Layer::new("fc1", 1000))
+//!     .optimizer(Optimizer::default())                  // mean over workers
+//!     .start()?;
+//! let fc1 = session.layer("fc1")?;
+//! let mut gradient = Buffer::zeroed(1000);
+//! for step in 0..10 {
+//!     gradient.fill(step as f32);
+//!     session.send(fc1, gradient)?;                     // returns at once
+//!     gradient = session.receive(fc1)?.result;          // the mean, in the same memory
+//! }
+//! session.finish()
+//! # }
+//! ```
+//!
+//! * [`session`]: what a training program holds. [`serve`]: what a dedicated server runs.
+//! * [`config`]: who am I, where is everybody: the only reader of the environment.
+//! * [`coordinator`]: rendezvous and the information book.
+//! * [`buffer`]: memory lent to the lanes while a layer is in flight.
+//! * `node`, `lane`, `outbox`: one process, its threads, and what each sends next.
+
+pub mod buffer;
+pub mod config;
+pub mod coordinator;
+pub mod session;
+
+mod board;
+mod book;
+mod error;
+mod holdings;
+mod lane;
+mod node;
+mod outbox;
+mod peer;
+mod server;
+
+pub use book::{Book, Job, NodeFacts};
+pub use buffer::Buffer;
+pub use config::Config;
+pub use coordinator::Coordinator;
+pub use error::Error;
+pub use node::Traffic;
+pub use poseidon_core::plan::Placement;
+pub use poseidon_core::store::Order;
+pub use poseidon_core::{
+    ChunkSize, Clock, Cluster, Layer, LayerId, LayerKind, NodeId, Optimizer, Reduction, Servers,
+};
+pub use poseidon_link::Secret;
+pub use server::serve;
+pub use session::Session;

@@ -1,0 +1,307 @@
+//! One process of a job: finds the others, opens a link per lane to each, runs the lanes.
+
+use crate::Error;
+use crate::board::{Board, Counters};
+use crate::book::{Book, Job, NodeFacts};
+use crate::config::{Carriers, Config};
+use crate::coordinator::{self, Coordinator, Join};
+use crate::holdings::Holdings;
+use crate::lane::{self, Command, Lane, Limits, MAILBOX, Parts};
+use poseidon_core::wire::{Hello, Purpose, Status};
+use poseidon_core::{Cluster, LaneId, Layer, NodeId, Plan, Shard, Store};
+use poseidon_link::{
+    Address, Caller, Credentials, Link, Listener, Serving, Stream, address, connect,
+};
+use std::collections::{BTreeMap, HashSet};
+use std::net::{IpAddr, Ipv4Addr, ToSocketAddrs};
+use std::sync::atomic::Ordering;
+use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+/// A running node.
+pub(crate) struct Node {
+    pub(crate) me: NodeId,
+    pub(crate) book: Arc<Book>,
+    pub(crate) board: Arc<Board>,
+    counters: Arc<Counters>,
+    lanes: Vec<LaneHandle>,
+    /// Turns strangers away for as long as the node lives.
+    _serving: Serving,
+    _coordinator: Option<Coordinator>,
+}
+
+/// Bytes and frames a node has exchanged with other nodes, headers included.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Traffic {
+    /// Bytes handed to links.
+    pub bytes_sent: u64,
+    /// Bytes taken from links.
+    pub bytes_received: u64,
+    /// Frames handed to links.
+    pub frames_sent: u64,
+    /// Frames taken from links.
+    pub frames_received: u64,
+}
+
+struct LaneHandle {
+    mailbox: Sender<Command>,
+    waker: mio::Waker,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Node {
+    /// Joins the job. Workers bring a description of it, servers take what they get.
+    pub(crate) fn start(config: &Config, job: Option<Job>) -> Result<Self, Error> {
+        config.validate()?;
+        let deadline = Instant::now() + config.connect_timeout;
+        let credentials = config.credentials();
+        let coordinator =
+            config.serves_coordinator.then(|| serve_coordinator(config)).transpose()?;
+        let meeting_point = match &coordinator {
+            Some(coordinator) => coordinator.address().to_string(),
+            None => config.coordinator.clone(),
+        };
+
+        let choice = address::choose(config.address.as_deref(), &meeting_point)?;
+        tracing::info!(
+            address = %choice.ip, interface = choice.interface.as_deref().unwrap_or("?"),
+            "listening: {}", choice.reason
+        );
+        let listener = Listener::bind(choice.ip, 0, config.carrier != Carriers::Tcp)?;
+        let facts = NodeFacts {
+            node: config.node(),
+            host: address::host_id(),
+            tcp: listener.tcp().to_string(),
+            unix: listener.unix().map(String::from),
+            version: env!("CARGO_PKG_VERSION").into(),
+        };
+        let (serving, arrivals) = receive_callers(listener, config, &credentials)?;
+
+        let caller = Caller { purpose: Purpose::Control, node: config.node(), lane: LaneId(0) };
+        let to = Address::Tcp(meeting_point.clone());
+        let mut stream = connect(&to, caller, &credentials, deadline).map_err(|e| {
+            Error::connect(format!("reaching the coordinator at {meeting_point}"), e)
+        })?;
+        // The coordinator gives up a little earlier, and then says who is missing.
+        stream.set_deadline(Some(deadline + Duration::from_secs(5)));
+        let (workers, servers, lanes) = (config.workers, config.servers, config.lanes);
+        let join = Join { facts, workers, servers, lanes, job };
+        let book = Arc::new(coordinator::join(&mut stream, join, &meeting_point)?);
+
+        let links = gather_links(config, &book, &credentials, &arrivals)?;
+        let layers: Arc<[Layer]> = book.job.layers.clone().into();
+        let board = Arc::new(Board::new(layers.len()));
+        let counters = Arc::new(Counters::default());
+        let plan = book.plan();
+        let epoch = Instant::now();
+        let mut node = Self {
+            me: config.node(),
+            book: book.clone(),
+            board: board.clone(),
+            counters: counters.clone(),
+            lanes: Vec::new(),
+            _serving: serving,
+            _coordinator: coordinator,
+        };
+        for (lane, links) in book.cluster.lane_ids().zip(links) {
+            let shard = Shard { node: config.node(), lane };
+            let parts = Parts {
+                me: config.node(),
+                cluster: book.cluster.clone(),
+                layers: layers.clone(),
+                holdings: holdings(shard, &book, &plan, &board),
+                links,
+                board: board.clone(),
+                counters: counters.clone(),
+                limits: Limits { silence: config.silence, stall: config.timeout },
+            };
+            node.lanes.push(LaneHandle::start(lane, Lane::new(parts, epoch.elapsed()), epoch)?);
+        }
+        Ok(node)
+    }
+
+    /// Tells every lane.
+    pub(crate) fn command_all(&self, command: impl Fn() -> Command) {
+        self.lanes.iter().for_each(|lane| lane.send(command()));
+    }
+
+    pub(crate) fn lanes(&self) -> usize {
+        self.lanes.len()
+    }
+
+    /// Waits until every lane has stopped. They do so on their own deadlines.
+    pub(crate) fn join(&mut self) -> Result<(), Error> {
+        for lane in &mut self.lanes {
+            if let Some(thread) = lane.thread.take() {
+                // A lane that panics has a bug; its message is on standard error already.
+                let _ = thread.join();
+            }
+        }
+        self.board.failure().map_or(Ok(()), Err)
+    }
+
+    pub(crate) fn traffic(&self) -> Traffic {
+        let c = &self.counters;
+        Traffic {
+            bytes_sent: c.bytes_sent.load(Ordering::Relaxed),
+            bytes_received: c.bytes_received.load(Ordering::Relaxed),
+            frames_sent: c.frames_sent.load(Ordering::Relaxed),
+            frames_received: c.frames_received.load(Ordering::Relaxed),
+        }
+    }
+}
+
+impl LaneHandle {
+    fn start(id: LaneId, lane: Lane, epoch: Instant) -> Result<Self, Error> {
+        let poll = mio::Poll::new().map_err(Error::io("opening an event queue"))?;
+        let waker = mio::Waker::new(poll.registry(), MAILBOX);
+        let waker = waker.map_err(Error::io("opening a mailbox"))?;
+        let (mailbox, commands) = mpsc::channel();
+        let thread = std::thread::Builder::new()
+            .name(format!("poseidon-lane-{id}"))
+            .spawn(move || lane::run(lane, poll, &commands, epoch))
+            .map_err(Error::io("starting a lane"))?;
+        Ok(Self { mailbox, waker, thread: Some(thread) })
+    }
+
+    fn send(&self, command: Command) {
+        // A lane that has stopped has left its reason on the board.
+        if self.mailbox.send(command).is_ok() {
+            let _ = self.waker.wake();
+        }
+    }
+}
+
+/// Worker 0's shard and syncers, or a server's shard alone.
+fn holdings(shard: Shard, book: &Book, plan: &Plan, board: &Arc<Board>) -> Holdings {
+    let serves = book.cluster.role(shard.node).is_some_and(|role| role.server);
+    let (workers, job) = (book.cluster.workers(), &book.job);
+    let store =
+        serves.then(|| Store::new(plan, shard, workers, job.optimizer.clone(), job.order()));
+    Holdings::new(shard, &book.cluster, plan, store, board.clone())
+}
+
+fn serve_coordinator(config: &Config) -> Result<Coordinator, Error> {
+    let text = &config.coordinator;
+    let resolved =
+        text.to_socket_addrs().map_err(Error::io(format!("coordinator address {text}")))?;
+    let Some(at) = resolved.into_iter().next() else {
+        return Err(Error::Config(format!("coordinator address {text} names no host")));
+    };
+    // The name others reach this host by need not be an address it has (a proxy, a service name).
+    let here = at.ip().is_loopback() || address::is_local(at.ip());
+    let ip = if here { at.ip() } else { IpAddr::V4(Ipv4Addr::UNSPECIFIED) };
+    Coordinator::bind(ip, at.port(), config.credentials(), config.connect_timeout)
+}
+
+type Arrival = (Hello, Stream);
+
+/// Lets nodes of the job in, each lane once, and queues their connections.
+fn receive_callers(
+    listener: Listener,
+    config: &Config,
+    credentials: &Credentials,
+) -> Result<(Serving, Receiver<Arrival>), Error> {
+    let nodes = usize::from(config.workers) + usize::from(config.servers.extra());
+    let (me, seen) = (config.node(), Mutex::new(HashSet::new()));
+    let admit = move |hello: &Hello| {
+        if hello.purpose != Purpose::Lane {
+            return Err(Status::Purpose);
+        }
+        // The one with the higher id calls.
+        if hello.node.index() >= nodes || hello.node <= me {
+            return Err(Status::Node);
+        }
+        let mut seen = seen.lock().unwrap_or_else(PoisonError::into_inner);
+        if seen.insert((hello.node, hello.lane)) { Ok(()) } else { Err(Status::Node) }
+    };
+    let (sender, arrivals) = mpsc::channel();
+    let deliver = move |hello, stream| {
+        // Nobody listens any more once all links are there.
+        let _ = sender.send((hello, stream));
+    };
+    let serving = listener.serve(credentials.clone(), admit, deliver);
+    Ok((serving.map_err(Error::io("receiving other nodes"))?, arrivals))
+}
+
+type Links = Vec<(NodeId, Box<dyn Link>)>;
+
+/// One link per lane and node this one exchanges chunks with: to lower ids it calls, from higher
+/// ids it is called.
+fn gather_links(
+    config: &Config,
+    book: &Book,
+    credentials: &Credentials,
+    arrivals: &Receiver<Arrival>,
+) -> Result<Vec<Links>, Error> {
+    let me = config.node();
+    let cluster = &book.cluster;
+    let deadline = Instant::now() + config.connect_timeout;
+    let mut links: Vec<Links> = cluster.lane_ids().map(|_| Vec::new()).collect();
+    let into_link = |stream: Stream, node: NodeId| {
+        let link =
+            stream.into_link().map_err(Error::io(format!("link to {}", cluster.name(node))))?;
+        Ok::<_, Error>((node, link))
+    };
+    let partners = cluster.node_ids().filter(|&n| n != me && exchange_chunks(cluster, me, n));
+    let (lower, higher): (Vec<_>, Vec<_>) = partners.partition(|&n| n < me);
+    for &node in &lower {
+        let to = route(config, book, node)?;
+        for lane in cluster.lane_ids() {
+            let caller = Caller { purpose: Purpose::Lane, node: me, lane };
+            let stream = connect(&to, caller, credentials, deadline).map_err(|e| {
+                Error::connect(format!("reaching {} at {to}", cluster.name(node)), e)
+            })?;
+            links[lane.index()].push(into_link(stream, node)?);
+        }
+    }
+    let mut awaited: BTreeMap<NodeId, usize> =
+        higher.iter().map(|&n| (n, usize::from(cluster.lanes()))).collect();
+    while !awaited.is_empty() {
+        let left = deadline.saturating_duration_since(Instant::now());
+        match arrivals.recv_timeout(left) {
+            Ok((hello, stream)) => {
+                let Some(count) = awaited.get_mut(&hello.node) else { continue };
+                let Some(lane) = links.get_mut(hello.lane.index()) else { continue };
+                lane.push(into_link(stream, hello.node)?);
+                *count -= 1;
+                if *count == 0 {
+                    awaited.remove(&hello.node);
+                }
+            }
+            Err(RecvTimeoutError::Timeout | RecvTimeoutError::Disconnected) => {
+                return Err(Error::NeverConnected {
+                    nodes: awaited.keys().map(|&n| cluster.name(n)).collect(),
+                    address: book.nodes[me.index()].tcp.clone(),
+                    waited: config.connect_timeout,
+                });
+            }
+        }
+    }
+    Ok(links)
+}
+
+/// Workers exchange chunks with servers; two nodes that are only one of the two have no link.
+fn exchange_chunks(cluster: &Cluster, a: NodeId, b: NodeId) -> bool {
+    let (Some(a), Some(b)) = (cluster.role(a), cluster.role(b)) else { return false };
+    (a.worker && b.server) || (a.server && b.worker)
+}
+
+/// How to reach `node`: a unix socket if it is on this host, unless told otherwise.
+fn route(config: &Config, book: &Book, node: NodeId) -> Result<Address, Error> {
+    let (mine, theirs) = (&book.nodes[config.node().index()], &book.nodes[node.index()]);
+    let same_host = mine.host == theirs.host;
+    match (&theirs.unix, config.carrier) {
+        (Some(name), Carriers::Auto | Carriers::Unix) if same_host => {
+            Ok(Address::Unix(name.clone()))
+        }
+        (_, Carriers::Unix) => Err(Error::Config(format!(
+            "links are limited to unix sockets, but {} at {} cannot be reached by one",
+            book.cluster.name(node),
+            theirs.tcp
+        ))),
+        _ => Ok(Address::Tcp(theirs.tcp.clone())),
+    }
+}

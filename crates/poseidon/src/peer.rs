@@ -1,0 +1,298 @@
+//! One lane's end of the link to another node: frames in, frames out.
+
+use crate::board::{Counters, Exchange};
+use crate::holdings::{Holdings, Landing};
+use crate::outbox::{Outbox, Payload};
+use poseidon_core::store::Contribution;
+use poseidon_core::wire::{Header, Kind, MAX_ABORT};
+use poseidon_core::{ChunkKey, NodeId, Violation};
+use poseidon_link::Link;
+use std::io::{self, IoSliceMut};
+use std::ops::Range;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+pub(crate) struct Peer {
+    node: NodeId,
+    link: Box<dyn Link>,
+    outbox: Outbox,
+    head: [u8; Header::SIZE],
+    have: usize,
+    state: State,
+    /// The link may have something to read, or room to write. Set by readiness events, cleared by
+    /// a short read or write (the events are edge-triggered).
+    pub(crate) readable: bool,
+    pub(crate) writable: bool,
+    /// When bytes last came, and when the link last took some (or had nothing to take).
+    pub(crate) heard: Duration,
+    pub(crate) spoke: Duration,
+    /// It has said goodbye: nothing more comes.
+    pub(crate) departed: bool,
+}
+
+/// What the next bytes are.
+enum State {
+    Header,
+    Sum {
+        sum: Contribution,
+        left: usize,
+        /// Bytes of an `f32` that the network cut in two.
+        carry: [u8; 4],
+        carried: usize,
+    },
+    Result {
+        exchange: Arc<Exchange>,
+        range: Range<usize>,
+        chunk: ChunkKey,
+        done: usize,
+    },
+    Abort {
+        text: Vec<u8>,
+        done: usize,
+    },
+}
+
+/// Why a peer cannot be listened to any more.
+pub(crate) enum Fault {
+    /// The connection is gone.
+    Lost(String),
+    /// The bytes are not a frame, or not one that may come here.
+    Garbage(String),
+    /// The frame breaks a rule.
+    Violation(Header, Violation),
+    /// It told us that the job is over.
+    Abort(String),
+}
+
+/// Bytes taken from one peer before the others get their turn.
+const READ_BUDGET: usize = 512 << 10;
+
+impl Peer {
+    pub(crate) fn new(node: NodeId, link: Box<dyn Link>, now: Duration) -> Self {
+        Self {
+            node,
+            link,
+            outbox: Outbox::default(),
+            head: [0; Header::SIZE],
+            have: 0,
+            state: State::Header,
+            readable: true,
+            writable: true,
+            heard: now,
+            spoke: now,
+            departed: false,
+        }
+    }
+
+    pub(crate) fn node(&self) -> NodeId {
+        self.node
+    }
+
+    pub(crate) fn link(&mut self) -> &mut dyn Link {
+        &mut *self.link
+    }
+
+    pub(crate) fn send(&mut self, header: &Header, payload: Payload) {
+        self.outbox.push(header, payload);
+    }
+
+    pub(crate) fn has_unsent(&self) -> bool {
+        !self.outbox.is_empty()
+    }
+
+    /// Writes until the link is full or there is nothing left.
+    pub(crate) fn write(
+        &mut self,
+        holdings: &mut Holdings,
+        counters: &Counters,
+        now: Duration,
+    ) -> Result<(), Fault> {
+        while self.writable && !self.outbox.is_empty() {
+            let link = &mut self.link;
+            let mut frames = 0;
+            let wrote = self.outbox.write(
+                |slices| link.write(slices),
+                |payload| {
+                    frames += 1;
+                    holdings.sent(payload);
+                },
+            );
+            match wrote {
+                Ok((bytes, all)) => {
+                    counters.bytes_sent.fetch_add(bytes as u64, Ordering::Relaxed);
+                    counters.frames_sent.fetch_add(frames, Ordering::Relaxed);
+                    self.spoke = now;
+                    self.writable = all;
+                }
+                Err(e) if e.kind() == io::ErrorKind::WouldBlock => self.writable = false,
+                Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
+                Err(e) => return Err(Fault::Lost(e.to_string())),
+            }
+        }
+        Ok(())
+    }
+
+    /// Reads until the link is empty or the budget is spent.
+    pub(crate) fn read(
+        &mut self,
+        holdings: &mut Holdings,
+        scratch: &mut [f32],
+        counters: &Counters,
+        now: Duration,
+    ) -> Result<(), Fault> {
+        let mut budget = READ_BUDGET;
+        while self.readable && !self.departed && budget > 0 {
+            let (bytes, drained) = match self.read_once(holdings, scratch) {
+                Ok(read) => read,
+                Err(e) if e.kind() == io::ErrorKind::WouldBlock => {
+                    self.readable = false;
+                    break;
+                }
+                Err(e) if e.kind() == io::ErrorKind::Interrupted => continue,
+                Err(e) => return Err(Fault::Lost(e.to_string())),
+            };
+            if bytes == 0 {
+                return Err(Fault::Lost("it closed the connection without a goodbye".into()));
+            }
+            counters.bytes_received.fetch_add(bytes as u64, Ordering::Relaxed);
+            self.heard = now;
+            self.readable = !drained;
+            budget = budget.saturating_sub(bytes);
+            while self.advance(holdings, counters, now)? {}
+        }
+        Ok(())
+    }
+
+    /// One system call: the rest of this payload and, in the same breath, the next header.
+    /// Returns the bytes read and whether that was less than there was room for.
+    fn read_once(
+        &mut self,
+        holdings: &mut Holdings,
+        scratch: &mut [f32],
+    ) -> io::Result<(usize, bool)> {
+        let head = &mut self.head;
+        let have = self.have;
+        let mut read = |link: &mut dyn Link, payload: &mut [u8], last: bool| {
+            let head = if last { &mut head[have..] } else { &mut [] };
+            let room = payload.len() + head.len();
+            let n = link.read(&mut [IoSliceMut::new(payload), IoSliceMut::new(head)])?;
+            Ok::<_, io::Error>((n.min(payload.len()), n - n.min(payload.len()), n < room))
+        };
+        let (payload, header, drained) = match &mut self.state {
+            State::Header => read(&mut *self.link, &mut [], true)?,
+            State::Sum { sum, left, carry, carried } => {
+                let bytes: &mut [u8] = bytemuck::cast_slice_mut(scratch);
+                bytes[..*carried].copy_from_slice(&carry[..*carried]);
+                let room = (bytes.len() - *carried).min(*left);
+                let fresh = &mut bytes[*carried..*carried + room];
+                let (payload, header, drained) = read(&mut *self.link, fresh, room == *left)?;
+                *left -= payload;
+                let have = *carried + payload;
+                *carried = have % size_of::<f32>();
+                carry[..*carried].copy_from_slice(&bytes[have - *carried..have]);
+                holdings.handle_piece(sum, &scratch[..have / size_of::<f32>()]);
+                (payload, header, drained)
+            }
+            State::Result { exchange, range, done, .. } => {
+                // SAFETY: the chunk belongs to this lane, and the server answers only after it has
+                // read this worker's contribution to its end.
+                let result = unsafe { exchange.result().chunk_mut(range.clone()) };
+                let bytes: &mut [u8] = bytemuck::cast_slice_mut(result);
+                let (payload, header, drained) = read(&mut *self.link, &mut bytes[*done..], true)?;
+                *done += payload;
+                (payload, header, drained)
+            }
+            State::Abort { text, done } => {
+                let (payload, header, drained) = read(&mut *self.link, &mut text[*done..], true)?;
+                *done += payload;
+                (payload, header, drained)
+            }
+        };
+        self.have += header;
+        Ok((payload + header, drained))
+    }
+
+    /// Finishes a payload that is all there, opens the next frame if its header is. True if there
+    /// may be more to do without reading.
+    fn advance(
+        &mut self,
+        holdings: &mut Holdings,
+        counters: &Counters,
+        now: Duration,
+    ) -> Result<bool, Fault> {
+        let complete = match &self.state {
+            State::Header => {
+                if self.have < Header::SIZE || self.departed {
+                    return Ok(false);
+                }
+                self.have = 0;
+                let header =
+                    Header::decode(&self.head).map_err(|e| Fault::Garbage(e.to_string()))?;
+                counters.frames_received.fetch_add(1, Ordering::Relaxed);
+                self.open(&header, holdings, now)?;
+                return Ok(true);
+            }
+            State::Sum { left, .. } => *left == 0,
+            State::Result { range, done, .. } => *done == range.len() * size_of::<f32>(),
+            State::Abort { text, done } => *done == text.len(),
+        };
+        if complete {
+            match std::mem::replace(&mut self.state, State::Header) {
+                State::Sum { sum, .. } => holdings.handle_contributed(sum),
+                State::Result { exchange, chunk, .. } => {
+                    // Let go first: the session takes the memory back when the layer is done.
+                    drop(exchange);
+                    holdings.handle_landed(chunk);
+                }
+                State::Abort { text, .. } => {
+                    return Err(Fault::Abort(String::from_utf8_lossy(&text).into_owned()));
+                }
+                State::Header => {}
+            }
+        }
+        Ok(complete)
+    }
+
+    fn open(
+        &mut self,
+        header: &Header,
+        holdings: &mut Holdings,
+        now: Duration,
+    ) -> Result<(), Fault> {
+        if header.sender != self.node {
+            let (me, it) = (self.node, header.sender);
+            return Err(Fault::Garbage(format!("a frame of node {it} on the link of node {me}")));
+        }
+        let length = header.length as usize;
+        match header.kind {
+            Kind::Push | Kind::Init | Kind::Update => {
+                let landing =
+                    holdings.open(header, now).map_err(|v| Fault::Violation(*header, v))?;
+                self.state = match landing {
+                    Landing::Sum(sum) => {
+                        State::Sum { sum, left: length, carry: [0; 4], carried: 0 }
+                    }
+                    Landing::Result { exchange, range } => {
+                        State::Result { exchange, range, chunk: header.chunk, done: 0 }
+                    }
+                };
+            }
+            Kind::Heartbeat | Kind::Bye if length > 0 => {
+                let kind = header.kind;
+                return Err(Fault::Garbage(format!("a {kind:?} of {length} bytes, expected 0")));
+            }
+            Kind::Heartbeat => {}
+            Kind::Bye => self.departed = true,
+            Kind::Abort if length > MAX_ABORT => {
+                let most = MAX_ABORT;
+                return Err(Fault::Garbage(format!("an Abort of {length} bytes, at most {most}")));
+            }
+            Kind::Abort => self.state = State::Abort { text: vec![0; length], done: 0 },
+            Kind::Control => {
+                return Err(Fault::Garbage("a Control frame on a lane".into()));
+            }
+        }
+        Ok(())
+    }
+}

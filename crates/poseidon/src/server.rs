@@ -1,0 +1,15 @@
+use crate::config::{Config, Member};
+use crate::node::Node;
+use crate::{Error, Traffic};
+
+/// Runs a dedicated server until the last worker has said goodbye. Returns what it has exchanged.
+pub fn serve(config: &Config) -> Result<Traffic, Error> {
+    if let Member::Worker(rank) = config.member {
+        return Err(Error::Config(format!(
+            "this process is worker {rank}, not a server: set POSEIDON_SERVER to a server's index"
+        )));
+    }
+    let mut node = Node::start(config, None)?;
+    node.join()?;
+    Ok(node.traffic())
+}

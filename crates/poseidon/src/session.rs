@@ -1,0 +1,377 @@
+//! What a training program holds.
+
+use crate::board::Exchange;
+use crate::book::{Book, Job};
+use crate::config::{Config, Member};
+use crate::lane::Command;
+use crate::node::Node;
+use crate::{Buffer, Error, Traffic};
+use poseidon_core::plan::Placement;
+use poseidon_core::wire::Kind;
+use poseidon_core::{ChunkSize, Clock, Layer, LayerId, Optimizer};
+use serde_json::Value;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::mpsc::sync_channel;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+/// A worker's part in a job: sends gradients, receives synchronised results.
+///
+/// All methods take `&self`: threads may share a session, each layer is its own affair. A session
+/// that is dropped without [`finish`](Session::finish) takes the job down, so that nobody waits for
+/// a worker that is gone.
+pub struct Session {
+    node: Node,
+    timeout: Duration,
+    /// The learning rate's bits. Written by the training program between steps.
+    rate: AtomicU32,
+    layers: Vec<Mutex<LayerState>>,
+    finished: bool,
+}
+
+/// What comes back from a layer that was sent.
+#[derive(Debug)]
+pub struct Received {
+    /// The reduced gradient or the new parameters.
+    pub result: Buffer,
+    /// The memory the gradient was sent from, if the result went elsewhere.
+    pub gradient: Option<Buffer>,
+    /// The clock this result belongs to.
+    pub clock: Clock,
+}
+
+/// Describes a job and starts it.
+#[derive(Clone, Debug)]
+#[must_use]
+pub struct Builder {
+    config: Config,
+    job: Job,
+    rate: Option<f32>,
+}
+
+#[derive(Debug, Default)]
+struct LayerState {
+    clock: Clock,
+    initialised: bool,
+    in_flight: Option<Arc<Exchange>>,
+}
+
+impl Session {
+    /// Begins to describe a job for the process that `config` describes.
+    pub fn builder(config: Config) -> Builder {
+        let job = Job {
+            layers: Vec::new(),
+            optimizer: Optimizer::default(),
+            chunk: ChunkSize::default(),
+            placement: Placement::default(),
+            deterministic: false,
+        };
+        Builder { config, job, rate: None }
+    }
+
+    /// This worker's rank.
+    pub fn rank(&self) -> u16 {
+        self.node.me.0
+    }
+
+    /// Number of workers.
+    pub fn workers(&self) -> usize {
+        self.node.book.cluster.workers()
+    }
+
+    /// The id of the layer called `name`.
+    pub fn layer(&self, name: &str) -> Result<LayerId, Error> {
+        let layers = &self.node.book.job.layers;
+        let position = layers.iter().position(|l| l.name == name);
+        position.map(|p| LayerId(p as u32)).ok_or_else(|| self.unknown(name))
+    }
+
+    /// The layer's clock: how many times it has been sent. 0 before the first step.
+    pub fn clock(&self, layer: LayerId) -> Result<Clock, Error> {
+        Ok(self.state(layer)?.clock)
+    }
+
+    /// The information book.
+    pub fn book(&self) -> &Book {
+        &self.node.book
+    }
+
+    /// Looks up a dotted path in the information book, such as `cluster.workers`.
+    pub fn query(&self, key: &str) -> Option<Value> {
+        self.node.book.query(key)
+    }
+
+    /// What this node has sent and received so far.
+    pub fn traffic(&self) -> Traffic {
+        self.node.traffic()
+    }
+
+    /// Changes the learning rate of the steps sent from now on. Every worker must do so alike.
+    pub fn set_learning_rate(&self, rate: f32) {
+        self.rate.store(rate.to_bits(), Ordering::Relaxed);
+    }
+
+    /// Gives every worker worker 0's values of `layer`, and the shards their initial parameters.
+    /// Every worker calls it, once, before the first [`send`](Session::send) of the layer, and
+    /// receives the values with [`receive`](Session::receive).
+    pub fn broadcast(&self, layer: LayerId, values: Buffer) -> Result<(), Error> {
+        let mut state = self.state(layer)?;
+        self.check_length(layer, "buffer", &values)?;
+        self.check_landed(layer, &state)?;
+        if state.initialised || state.clock != Clock(0) {
+            let (layer, clock) = (self.name(layer), state.clock);
+            return Err(Error::AlreadyInitialised { layer, clock });
+        }
+        self.dispatch(
+            &mut state,
+            Exchange {
+                layer,
+                clock: Clock(0),
+                kind: Kind::Init,
+                rate: 0.0,
+                gradient: values,
+                destination: None,
+            },
+        )
+    }
+
+    /// Contributes `gradient` to the layer's next clock. Returns at once; the result replaces the
+    /// gradient in the same memory.
+    pub fn send(&self, layer: LayerId, gradient: Buffer) -> Result<(), Error> {
+        self.push(layer, gradient, None)
+    }
+
+    /// As [`send`](Session::send), but the result goes to `destination`.
+    pub fn send_into(
+        &self,
+        layer: LayerId,
+        gradient: Buffer,
+        destination: Buffer,
+    ) -> Result<(), Error> {
+        self.push(layer, gradient, Some(destination))
+    }
+
+    /// Waits for the layer sent last and gives its memory back.
+    pub fn receive(&self, layer: LayerId) -> Result<Received, Error> {
+        let mut state = self.state(layer)?;
+        let Some(exchange) = &state.in_flight else {
+            return Err(Error::NotInFlight { layer: self.name(layer) });
+        };
+        // The shards know better who is missing: let their deadline come first.
+        let patience = self.timeout + Duration::from_secs(2);
+        if !self.node.board.wait(layer, Instant::now() + patience)? {
+            let clock = exchange.clock;
+            let missing = self.explain(layer);
+            let layer = self.name(layer);
+            let error = Error::Timeout { layer, clock, waited: patience, missing };
+            self.node.command_all(|| Command::Abort(error.to_string()));
+            return Err(error);
+        }
+        let exchange = state.in_flight.take().and_then(Arc::into_inner);
+        // Lanes let go of an exchange before they report their part done.
+        let exchange = exchange.expect("a lane kept an exchange it reported done");
+        state.clock = exchange.clock;
+        state.initialised |= exchange.kind == Kind::Init;
+        let clock = exchange.clock;
+        Ok(match exchange.destination {
+            Some(result) => Received { result, gradient: Some(exchange.gradient), clock },
+            None => Received { result: exchange.gradient, gradient: None, clock },
+        })
+    }
+
+    /// Whether [`receive`](Session::receive) would return without waiting.
+    pub fn is_ready(&self, layer: LayerId) -> Result<bool, Error> {
+        self.node.board.failure().map_or(Ok(()), Err)?;
+        let state = self.state(layer)?;
+        Ok(state.in_flight.is_some() && self.node.board.is_done(layer))
+    }
+
+    /// Says goodbye, goes on serving this node's shards until every other worker has too, and
+    /// returns when the job is over.
+    pub fn finish(mut self) -> Result<(), Error> {
+        self.node.board.failure().map_or(Ok(()), Err)?;
+        for (position, state) in self.layers.iter().enumerate() {
+            let state = state.lock().unwrap_or_else(PoisonError::into_inner);
+            self.check_landed(LayerId(position as u32), &state)?;
+        }
+        self.finished = true;
+        self.node.command_all(|| Command::Finish);
+        self.node.join()
+    }
+
+    fn push(&self, layer: LayerId, gradient: Buffer, into: Option<Buffer>) -> Result<(), Error> {
+        let mut state = self.state(layer)?;
+        self.check_length(layer, "gradient", &gradient)?;
+        if let Some(destination) = &into {
+            self.check_length(layer, "destination", destination)?;
+        }
+        self.check_landed(layer, &state)?;
+        let optimizer = &self.node.book.job.optimizer;
+        if !state.initialised && !optimizer.is_stateless() {
+            let optimizer = optimizer.to_string();
+            return Err(Error::NotInitialised { layer: self.name(layer), optimizer });
+        }
+        let rate = f32::from_bits(self.rate.load(Ordering::Relaxed));
+        let clock = state.clock.next();
+        self.dispatch(
+            &mut state,
+            Exchange { layer, clock, kind: Kind::Push, rate, gradient, destination: into },
+        )
+    }
+
+    fn dispatch(&self, state: &mut LayerState, exchange: Exchange) -> Result<(), Error> {
+        self.node.board.failure().map_or(Ok(()), Err)?;
+        let exchange = Arc::new(exchange);
+        state.in_flight = Some(exchange.clone());
+        self.node.board.begin(exchange.layer, self.node.lanes());
+        self.node.command_all(|| Command::Send(exchange.clone()));
+        Ok(())
+    }
+
+    /// Asks the lanes what they are waiting for.
+    fn explain(&self, layer: LayerId) -> String {
+        let (reply, answers) = sync_channel(self.node.lanes());
+        self.node.command_all(|| Command::Explain(layer, reply.clone()));
+        drop(reply);
+        let deadline = Instant::now() + Duration::from_secs(1);
+        let mut words = Vec::new();
+        let left = || deadline.saturating_duration_since(Instant::now());
+        while let Ok(answer) = answers.recv_timeout(left()) {
+            words.extend(answer);
+        }
+        match words.len() {
+            0 => "the lanes await nothing".into(),
+            n if n > 4 => format!("awaiting {} and {} more", words[..4].join(", "), n - 4),
+            _ => format!("awaiting {}", words.join(", ")),
+        }
+    }
+
+    fn state(&self, layer: LayerId) -> Result<MutexGuard<'_, LayerState>, Error> {
+        let state = self.layers.get(layer.index());
+        let state = state.ok_or_else(|| self.unknown(&format!("#{layer}")))?;
+        Ok(state.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    fn check_length(
+        &self,
+        layer: LayerId,
+        what: &'static str,
+        buffer: &Buffer,
+    ) -> Result<(), Error> {
+        let expected = self.node.book.job.layers[layer.index()].len;
+        if buffer.len() == expected {
+            return Ok(());
+        }
+        Err(Error::Length { layer: self.name(layer), what, expected, got: buffer.len() })
+    }
+
+    fn check_landed(&self, layer: LayerId, state: &LayerState) -> Result<(), Error> {
+        let Some(exchange) = &state.in_flight else { return Ok(()) };
+        Err(Error::InFlight { layer: self.name(layer), clock: exchange.clock })
+    }
+
+    fn name(&self, layer: LayerId) -> String {
+        self.node.book.job.layers[layer.index()].name.clone()
+    }
+
+    fn unknown(&self, name: &str) -> Error {
+        let layers = &self.node.book.job.layers;
+        let mut known: Vec<_> = layers.iter().take(8).map(|l| format!("'{}'", l.name)).collect();
+        if layers.len() > known.len() {
+            known.push(format!("{} more", layers.len() - known.len()));
+        }
+        let known = if known.is_empty() { "none".into() } else { known.join(", ") };
+        Error::UnknownLayer { name: name.into(), known }
+    }
+}
+
+impl Drop for Session {
+    fn drop(&mut self) {
+        if !self.finished {
+            let how = if std::thread::panicking() { "panicked" } else { "dropped its session" };
+            let reason = format!("worker {} {how} before it was finished", self.rank());
+            self.node.command_all(|| Command::Abort(reason.clone()));
+            // The reason is for the others; this program knows what it did.
+            let _ = self.node.join();
+        }
+    }
+}
+
+impl Builder {
+    /// Adds a layer. Layers are added in forward order.
+    pub fn layer(mut self, layer: Layer) -> Self {
+        self.job.layers.push(layer);
+        self
+    }
+
+    /// Adds layers, in forward order.
+    pub fn layers(mut self, layers: impl IntoIterator<Item = Layer>) -> Self {
+        self.job.layers.extend(layers);
+        self
+    }
+
+    /// What shards do with a complete chunk. Default: return the mean of the gradients.
+    pub fn optimizer(mut self, optimizer: Optimizer) -> Self {
+        self.job.optimizer = optimizer;
+        self
+    }
+
+    /// The first step's learning rate. Needed by optimizers that update parameters.
+    pub fn learning_rate(mut self, rate: f32) -> Self {
+        self.rate = Some(rate);
+        self
+    }
+
+    /// How layers are cut into chunks.
+    pub fn chunk_size(mut self, size: ChunkSize) -> Self {
+        self.job.chunk = size;
+        self
+    }
+
+    /// How chunks are spread over shards.
+    pub fn placement(mut self, placement: Placement) -> Self {
+        self.job.placement = placement;
+        self
+    }
+
+    /// Adds contributions in rank order: runs are then bit-identical to their repetition.
+    pub fn deterministic(mut self, deterministic: bool) -> Self {
+        self.job.deterministic = deterministic;
+        self
+    }
+
+    /// Finds the other nodes and opens links to them. Returns when the whole cluster is there.
+    pub fn start(self) -> Result<Session, Error> {
+        let Self { config, job, rate } = self;
+        if let Member::Server(index) = config.member {
+            return Err(Error::Config(format!(
+                "this process is server {index}: a session is for workers, servers call serve"
+            )));
+        }
+        job.optimizer.validate()?;
+        if job.chunk.max < size_of::<f32>() {
+            let got = job.chunk.max;
+            return Err(Error::Config(format!("chunks of {got} bytes: expected at least 4")));
+        }
+        for (position, layer) in job.layers.iter().enumerate() {
+            if job.layers[..position].iter().any(|l| l.name == layer.name) {
+                return Err(Error::Config(format!("two layers are called '{}'", layer.name)));
+            }
+        }
+        let rate = match rate {
+            Some(rate) if rate.is_finite() => rate,
+            Some(rate) => {
+                return Err(Error::Config(format!("learning rate {rate}: expected a number")));
+            }
+            None if job.optimizer.is_stateless() => 0.0,
+            None => {
+                let rule = &job.optimizer;
+                return Err(Error::Config(format!("update rule '{rule}' needs a learning rate")));
+            }
+        };
+        let layers = job.layers.iter().map(|_| Mutex::default()).collect();
+        let timeout = config.timeout;
+        let node = Node::start(&config, Some(job))?;
+        Ok(Session { node, timeout, rate: AtomicU32::new(rate.to_bits()), layers, finished: false })
+    }
+}

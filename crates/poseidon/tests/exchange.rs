@@ -1,0 +1,169 @@
+//! What comes out of an exchange equals what one process would have computed.
+
+mod cluster;
+
+use cluster::Layout;
+use poseidon::config::Carriers;
+use poseidon::{Buffer, ChunkSize, Clock, Error, Layer, Optimizer, Reduction, Servers, Session};
+
+const CHUNK: usize = 256;
+const PER_CHUNK: usize = CHUNK / 4;
+
+/// A value that sums exactly in `f32` whatever the order.
+fn value(rank: u16, layer: usize, i: usize, clock: u64) -> f32 {
+    (rank as usize * 7 + layer * 3 + i % 101 + clock as usize) as f32
+}
+
+/// Sends every layer, then receives every layer, for a few clocks; checks each element.
+fn exchange(session: &Session, sizes: &[usize]) -> Result<(), Error> {
+    let rank = session.rank();
+    let workers = session.workers() as u16;
+    for clock in 1..=3 {
+        for (layer, &size) in sizes.iter().enumerate().rev() {
+            let id = session.layer(&format!("layer{layer}"))?;
+            let values: Vec<f32> = (0..size).map(|i| value(rank, layer, i, clock)).collect();
+            session.send(id, values.into())?;
+        }
+        for (layer, &size) in sizes.iter().enumerate() {
+            let received = session.receive(session.layer(&format!("layer{layer}"))?)?;
+            assert_eq!(received.clock, Clock(clock));
+            for i in 0..size {
+                let expected: f32 = (0..workers).map(|r| value(r, layer, i, clock)).sum();
+                assert_eq!(received.result[i], expected, "layer {layer} element {i} clock {clock}");
+            }
+        }
+    }
+    Ok(())
+}
+
+fn check(layout: Layout, deterministic: bool) {
+    let sizes = [0, 1, PER_CHUNK - 1, PER_CHUNK, PER_CHUNK + 1, 40 * PER_CHUNK + 13];
+    let describe = |builder: poseidon::session::Builder| {
+        let layers = sizes.iter().enumerate().map(|(n, &len)| Layer::new(format!("layer{n}"), len));
+        builder
+            .layers(layers)
+            .optimizer(Optimizer::Reduce(Reduction::Sum))
+            .chunk_size(ChunkSize::at_most(CHUNK))
+            .deterministic(deterministic)
+    };
+    for result in layout.run(describe, |session| exchange(session, &sizes)) {
+        result.unwrap_or_else(|e| panic!("{layout:?}: {e}"));
+    }
+}
+
+#[test]
+fn sums_are_exact_on_every_carrier_and_any_number_of_ranks() {
+    for carrier in [Carriers::Tcp, Carriers::Unix] {
+        for workers in [1, 2, 3, 5, 8] {
+            check(Layout { carrier, ..Layout::workers(workers) }, false);
+        }
+    }
+}
+
+#[test]
+fn sums_are_exact_with_several_lanes() {
+    for lanes in [2, 3] {
+        for workers in [1, 2, 5] {
+            check(Layout { lanes, ..Layout::workers(workers) }, false);
+        }
+    }
+}
+
+#[test]
+fn sums_are_exact_with_dedicated_and_mixed_servers() {
+    for servers in [Servers::Dedicated(1), Servers::Dedicated(3), Servers::Mixed(2)] {
+        for workers in [1, 2, 3] {
+            check(Layout { servers, lanes: 2, ..Layout::workers(workers) }, false);
+        }
+    }
+}
+
+#[test]
+fn sums_are_exact_in_rank_order() {
+    check(Layout::workers(3), true);
+    check(Layout { servers: Servers::Dedicated(2), ..Layout::workers(3) }, true);
+}
+
+/// Values whose sum depends on the order: in rank order every run gives the same bits.
+#[test]
+fn deterministic_runs_repeat_bit_by_bit() {
+    let run = || {
+        let describe = |builder: poseidon::session::Builder| {
+            builder
+                .layer(Layer::new("l", 5000))
+                .chunk_size(ChunkSize::at_most(CHUNK))
+                .deterministic(true)
+        };
+        let work = |session: &Session| {
+            let layer = session.layer("l")?;
+            let base = 10f32.powi(i32::from(session.rank()) * 3);
+            let values: Vec<f32> = (0..5000).map(|i| base / (i + 1) as f32).collect();
+            session.send(layer, values.into())?;
+            Ok(session.receive(layer)?.result.to_vec())
+        };
+        let results = Layout::workers(5).run(describe, work);
+        results.into_iter().map(Result::unwrap).collect::<Vec<_>>()
+    };
+    let first = run();
+    assert!(first.iter().all(|replica| *replica == first[0]), "replicas differ");
+    for _ in 0..3 {
+        assert_eq!(run(), first);
+    }
+}
+
+/// Server-side optimizers against a reference in `f64`, on every layout.
+#[test]
+fn optimizers_on_shards_equal_one_process() {
+    const LEN: usize = 1000;
+    let momentum = 0.9;
+    let gradient = |rank: u16, i: usize, step: u64| {
+        ((i * 31 + rank as usize * 17 + step as usize * 7) % 23) as f32 / 23.0 - 0.4
+    };
+    let rate = |step: u64| if step < 6 { 0.1f32 } else { 0.05 };
+    let mut expected: Vec<f64> = (0..LEN).map(|i| i as f64 / LEN as f64).collect();
+    let mut velocity = vec![0f64; LEN];
+    for step in 1..=10 {
+        for i in 0..LEN {
+            let mean = (0..3).map(|r| f64::from(gradient(r, i, step))).sum::<f64>() / 3.0;
+            velocity[i] = if step == 1 { mean } else { momentum * velocity[i] + mean };
+            expected[i] -= f64::from(rate(step)) * velocity[i];
+        }
+    }
+    let optimizer: Optimizer = "sgd:momentum=0.9".parse().unwrap();
+    let describe = |builder: poseidon::session::Builder| {
+        builder
+            .layer(Layer::new("w", LEN))
+            .optimizer(optimizer.clone())
+            .learning_rate(0.1)
+            .chunk_size(ChunkSize::at_most(CHUNK))
+    };
+    let work = |session: &Session| {
+        let layer = session.layer("w")?;
+        // Only worker 0's values count.
+        let scale = if session.rank() == 0 { 1.0 } else { 77.0 };
+        let initial: Vec<f32> = (0..LEN).map(|i| scale * i as f32 / LEN as f32).collect();
+        session.broadcast(layer, initial.into())?;
+        let mut weights = session.receive(layer)?.result;
+        let mut spare = Buffer::zeroed(LEN);
+        for step in 1..=10 {
+            session.set_learning_rate(rate(step));
+            for (i, g) in spare.iter_mut().enumerate() {
+                *g = gradient(session.rank(), i, step);
+            }
+            session.send_into(layer, spare, weights)?;
+            let received = session.receive(layer)?;
+            weights = received.result;
+            spare = received.gradient.expect("the result had its own memory");
+        }
+        Ok(weights.to_vec())
+    };
+    for servers in [Servers::Colocated, Servers::Dedicated(2), Servers::Mixed(1)] {
+        let layout = Layout { servers, lanes: 2, ..Layout::workers(3) };
+        for weights in layout.run(describe, work) {
+            for (i, (got, want)) in weights.unwrap().iter().zip(&expected).enumerate() {
+                let error = (f64::from(*got) - want).abs();
+                assert!(error < 1e-5, "{servers}: weight {i} is {got}, expected {want}");
+            }
+        }
+    }
+}

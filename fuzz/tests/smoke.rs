@@ -1,0 +1,97 @@
+//! A bounded, seeded run of every fuzz target: random inputs, and mutations of valid ones.
+//! The same inputs every time, so a failure can be repeated.
+
+use poseidon_core::wire::{Challenge, Header, Hello, Kind, NOBODY, Purpose, Status, Verdict};
+use poseidon_core::{ChunkKey, Clock, LaneId, LayerId, NodeId};
+use poseidon_fuzz::{Outcome, handshake, header};
+use std::collections::BTreeMap;
+
+/// A second of work unoptimised.
+const INPUTS: usize = 200_000;
+
+#[test]
+fn header_survives() {
+    let chunk = ChunkKey { layer: LayerId(3), index: 7 };
+    let push = Header {
+        kind: Kind::Push,
+        sender: NodeId(1),
+        chunk,
+        value: 0.1,
+        clock: Clock(9),
+        length: 4096,
+    };
+    let abort = Header::bare(Kind::Abort, NodeId(2), 12);
+    run(header, &[push.encode().to_vec(), abort.encode().to_vec()]);
+}
+
+#[test]
+fn handshake_survives() {
+    let hello = Hello {
+        purpose: Purpose::Control,
+        node: NOBODY,
+        lane: LaneId(0),
+        cluster: [1; 16],
+        nonce: [2; 32],
+    };
+    let challenge = Challenge { status: Status::Welcome, version: 1, nonce: [3; 32] };
+    let verdict = Verdict { status: Status::Secret, proof: [0; 32] };
+    run(
+        handshake,
+        &[
+            [&[0][..], &hello.encode()].concat(),
+            [&[1][..], &challenge.encode()].concat(),
+            [&[2][..], &verdict.encode()].concat(),
+        ],
+    );
+}
+
+/// A decoder that refused everything would survive as well, so every outcome has to be seen.
+fn run(target: fn(&[u8]) -> Outcome, valid: &[Vec<u8>]) {
+    let mut seen = BTreeMap::new();
+    for input in valid {
+        assert_eq!(target(input), Outcome::Accepted, "{input:02x?}");
+    }
+    let mut random = Random(0x5eed);
+    for _ in 0..INPUTS {
+        let input = match random.below(4) {
+            0 => (0..random.below(128)).map(|_| random.next() as u8).collect(),
+            _ => mutated(valid[random.below(valid.len())].clone(), &mut random),
+        };
+        *seen.entry(target(&input)).or_insert(0) += 1;
+    }
+    for outcome in [Outcome::Short, Outcome::Refused, Outcome::Accepted] {
+        assert!(seen.contains_key(&outcome), "{outcome:?} never happened: {seen:?}");
+    }
+}
+
+fn mutated(mut input: Vec<u8>, random: &mut Random) -> Vec<u8> {
+    for _ in 0..=random.below(4) {
+        let at = random.below(input.len().max(1));
+        match random.below(5) {
+            0 => input.truncate(at),
+            1 => input.insert(at.min(input.len()), random.next() as u8),
+            _ if input.is_empty() => {}
+            2 => input[at] ^= 1 << random.below(8),
+            3 => input[at] = [0, 1, 0x7f, 0x80, 0xff][random.below(5)],
+            _ => input[at..].rotate_left(1),
+        }
+    }
+    input
+}
+
+/// SplitMix64.
+struct Random(u64);
+
+impl Random {
+    fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut z = self.0;
+        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        z ^ (z >> 31)
+    }
+
+    fn below(&mut self, limit: usize) -> usize {
+        (self.next() % limit as u64) as usize
+    }
+}

@@ -1,0 +1,32 @@
+//! `cargo xtask bench`: measurements beside the peers, each recorded as a dated folder.
+
+mod contender;
+mod environment;
+mod exchange;
+mod links;
+mod measurement;
+mod plot;
+mod record;
+mod size;
+mod summary;
+mod targets;
+
+use anyhow::Result;
+use clap::Subcommand;
+
+/// What to measure.
+#[derive(Subcommand)]
+pub(crate) enum Bench {
+    /// One full exchange of a gradient on this machine, beside Gloo and Open MPI
+    Exchange(exchange::Args),
+    /// How much of a rate-limited link is used: one network namespace per node; needs root
+    Links(links::Args),
+}
+
+/// Runs one benchmark.
+pub(crate) fn run(bench: &Bench) -> Result<()> {
+    match bench {
+        Bench::Exchange(args) => exchange::run(args),
+        Bench::Links(args) => links::run(args),
+    }
+}

@@ -1,0 +1,283 @@
+//! `cargo xtask bench links`: how much of a rate-limited link an exchange uses.
+//!
+//! Every node is a network namespace whose port is limited both ways (`bench/vcluster.sh`).
+
+use super::measurement::{Measurement, median};
+use super::size::Size;
+use super::{environment, record};
+use crate::command::{command, output, output_within, succeed, works};
+use anyhow::{Context, Result, bail};
+use std::path::PathBuf;
+use std::time::Duration;
+
+/// What to measure.
+#[derive(clap::Args)]
+pub(crate) struct Args {
+    /// Nodes, each in a network namespace of its own
+    #[arg(long, default_value_t = 8, value_parser = clap::value_parser!(u64).range(2..=250))]
+    nodes: u64,
+    /// Rate of every node's port in Mbit/s, each way
+    #[arg(long, default_value_t = 1000)]
+    mbit: u64,
+    /// Size of the buffer
+    #[arg(long, default_value = "100MB")]
+    bytes: Size,
+    /// Iterations per run
+    #[arg(long, default_value_t = 5)]
+    iters: u64,
+    /// How many times everything is repeated
+    #[arg(long, default_value_t = 3)]
+    rounds: usize,
+    /// Measure without Gloo beside it
+    #[arg(long)]
+    alone: bool,
+    /// A Python that has torch, numpy and mpi4py [default: one set up in bench/.env]
+    #[arg(long)]
+    python: Option<String>,
+    /// Where the record goes [default: bench/runs/DATE-links]
+    #[arg(long)]
+    out: Option<PathBuf>,
+}
+
+/// Part of the link an exchange has to use.
+const TARGET: f64 = 0.94;
+
+const LIMIT: Duration = Duration::from_secs(300);
+const SCRIPT: &str = "bench/vcluster.sh";
+const CSV_HEADER: &str = "round,contender,nodes,bytes,iters,mbit,median_s,p10_s,p90_s,\
+    cpu_s_per_iter,wire_bytes_per_node_per_iter";
+
+/// Measures, and writes the record.
+pub(crate) fn run(args: &Args) -> Result<()> {
+    if !environment::is_root() || !works(&["ip", "-V"]) || !works(&["tc", "-V"]) {
+        bail!("network namespaces need root and iproute2 (Debian: apt-get install iproute2)");
+    }
+    environment::build_poseidon()?;
+    let mut contenders = vec![("poseidon", poseidon_words())];
+    let mut python = String::new();
+    if !args.alone {
+        let peers = [super::contender::Contender::Gloo];
+        python = environment::prepare(&peers, args.python.as_deref())?.python;
+        let gloo = [&python, "bench/peers/gloo.py", "--in-cluster"];
+        contenders.push(("gloo", gloo.map(str::to_owned).to_vec()));
+    }
+    let folder = record::create("links", args.out.as_deref(), false)?;
+    record::write(&folder, "machine.txt", &record::machine(&python))?;
+    record::write(&folder, "command.txt", &format!("{}\n", record::command_line()))?;
+
+    let cluster = Cluster::up(args)?;
+    let mut results = Vec::new();
+    let mut csv = format!("{CSV_HEADER}\n");
+    for round in 1..=args.rounds {
+        for (name, words) in &contenders {
+            let result = cluster
+                .measure(words, args)
+                .with_context(|| format!("round {round}, {name} on {} nodes", args.nodes))?;
+            println!(
+                "round {round}  {name:<9} {:.3} s  payload {:.1}%  wire {:.1}%",
+                result.measurement.seconds.median,
+                100.0 * args.payload_use(&result),
+                100.0 * args.wire_use(&result)
+            );
+            csv += &result.csv(round, name, args);
+            results.push((*name, result));
+        }
+        record::write(&folder, "raw.csv", &csv)?;
+    }
+    let text = args.summary(&results);
+    record::write(&folder, "summary.md", &text)?;
+    println!("\n{text}\nrecorded in {}", folder.display());
+    Ok(())
+}
+
+/// One run: what rank 0 reported, and what the ports counted.
+struct Linked {
+    measurement: Measurement,
+    /// Mean over nodes of bytes sent per iteration, headers and retransmissions included.
+    wire: f64,
+}
+
+impl Linked {
+    fn csv(&self, round: usize, name: &str, args: &Args) -> String {
+        let m = &self.measurement;
+        format!(
+            "{round},{name},{},{},{},{},{:.6},{:.6},{:.6},{:.6},{:.0}\n",
+            args.nodes,
+            m.bytes,
+            m.iters,
+            args.mbit,
+            m.seconds.median,
+            m.seconds.p10,
+            m.seconds.p90,
+            m.cpu_seconds_per_iter,
+            self.wire
+        )
+    }
+}
+
+impl Args {
+    /// Bytes a node has to send in any exact exchange that shares the work evenly: all but its own
+    /// part of the gradients, and its own part of the sum to everyone else.
+    fn payload(&self) -> f64 {
+        2.0 * self.bytes.0 as f64 * (self.nodes - 1) as f64 / self.nodes as f64
+    }
+
+    fn bytes_per_second(&self) -> f64 {
+        self.mbit as f64 * 1e6 / 8.0
+    }
+
+    fn payload_use(&self, result: &Linked) -> f64 {
+        self.payload() / result.measurement.seconds.median / self.bytes_per_second()
+    }
+
+    fn wire_use(&self, result: &Linked) -> f64 {
+        result.wire / result.measurement.seconds.median / self.bytes_per_second()
+    }
+
+    fn summary(&self, results: &[(&str, Linked)]) -> String {
+        let mut names: Vec<_> = results.iter().map(|(name, _)| *name).collect();
+        names.dedup();
+        names.truncate(if self.alone { 1 } else { 2 });
+        let of = |name: &str, value: &dyn Fn(&Linked) -> f64| {
+            let runs = results.iter().filter(|(who, _)| *who == name);
+            median(runs.map(|(_, result)| value(result)).collect()).unwrap_or(f64::NAN)
+        };
+        let mut text = format!(
+            "# Links\n\n{} of gradients exchanged by {} nodes with ports of {} Mbit/s each way; medians over {} \
+             round(s). A node has to send {:.1} MB in each exchange, which takes {:.3} s on a link without headers.\n\n\
+             | | seconds | payload / link | wire bytes / link | CPU seconds, all nodes |\n\
+             | --- | ---: | ---: | ---: | ---: |\n",
+            self.bytes,
+            self.nodes,
+            self.mbit,
+            self.rounds,
+            self.payload() / f64::from(1 << 20),
+            self.payload() / self.bytes_per_second()
+        );
+        for name in &names {
+            text += &format!(
+                "| {name} | {:.3} | {:.1}% | {:.1}% | {:.3} |\n",
+                of(name, &|result| result.measurement.seconds.median),
+                100.0 * of(name, &|result| self.payload_use(result)),
+                100.0 * of(name, &|result| self.wire_use(result)),
+                of(name, &|result| result.measurement.cpu_seconds_per_iter)
+            );
+        }
+        let reached = of("poseidon", &|result| self.wire_use(result));
+        let verdict = if reached >= TARGET { "met" } else { "**missed**" };
+        text += &format!(
+            "\nWire bytes are counted by the ports, with Ethernet, IP and TCP headers (4.4% at 1500 bytes a packet) and \
+             retransmissions.\n\nTarget: at least {:.0}% of the link by wire bytes: {:.1}%, {verdict}.\n",
+            100.0 * TARGET,
+            100.0 * reached
+        );
+        text
+    }
+}
+
+fn poseidon_words() -> Vec<String> {
+    let poseidon = environment::poseidon().display().to_string();
+    [&poseidon, "bench", "exchange", "--in-cluster", "--json"].map(str::to_owned).to_vec()
+}
+
+/// The namespaces, taken down when this goes out of scope.
+struct Cluster;
+
+impl Cluster {
+    fn up(args: &Args) -> Result<Self> {
+        // Made first, so that a half-built cluster is taken down as well.
+        let cluster = Self;
+        let rate = format!("{}mbit", args.mbit);
+        succeed(&mut command(&[SCRIPT, "up", &args.nodes.to_string(), &rate]))?;
+        Ok(cluster)
+    }
+
+    /// Runs a contender twice: the bytes of a run with one iteration are taken off, so that
+    /// rendezvous, warm-up and barriers do not count as use of the link.
+    fn measure(&self, words: &[String], args: &Args) -> Result<Linked> {
+        let (_, without) = self.exchange(words, args, 1)?;
+        let (measurement, with) = self.exchange(words, args, 1 + args.iters)?;
+        let wire = with.saturating_sub(without) as f64 / args.iters as f64 / args.nodes as f64;
+        Ok(Linked { measurement, wire })
+    }
+
+    /// One run, and the bytes all nodes together sent in it.
+    fn exchange(&self, words: &[String], args: &Args, iters: u64) -> Result<(Measurement, u64)> {
+        let before = self.sent()?;
+        let mut all = command(&[SCRIPT, "all"]);
+        all.args(words).args(["--bytes", &args.bytes.0.to_string(), "--iters", &iters.to_string()]);
+        // The namespaces reach nobody else, so the secret protects nothing; nodes only have to agree.
+        all.env("POSEIDON_SECRET", "bench links");
+        let measurement = Measurement::find(&output_within(&mut all, LIMIT)?)?;
+        Ok((measurement, self.sent()?.saturating_sub(before)))
+    }
+
+    fn sent(&self) -> Result<u64> {
+        total_sent(&output(&[SCRIPT, "bytes"])?)
+    }
+}
+
+impl Drop for Cluster {
+    fn drop(&mut self) {
+        if !works(&[SCRIPT, "down"]) {
+            eprintln!("some namespaces are left; `{SCRIPT} down` removes them");
+        }
+    }
+}
+
+/// Sums the first column of `vcluster.sh bytes`.
+fn total_sent(text: &str) -> Result<u64> {
+    let mut total = 0;
+    for line in text.lines() {
+        let sent = line.split_whitespace().next().and_then(|sent| sent.parse::<u64>().ok());
+        total += sent.with_context(|| format!("not a byte count: `{line}`"))?;
+    }
+    Ok(total)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::contender::{Case, Contender};
+    use super::super::summary::tests::run;
+    use super::*;
+    use clap::Parser;
+
+    #[derive(Parser)]
+    struct Line {
+        #[command(flatten)]
+        args: Args,
+    }
+
+    fn linked(ms: f64, wire: f64) -> Linked {
+        let case = Case { workers: 8, size: Size(1_000_000) };
+        let run = run(1, Contender::PoseidonTcp, case, ms);
+        Linked { measurement: run.result.unwrap(), wire }
+    }
+
+    fn args() -> Args {
+        Line::parse_from(["links", "--bytes", "1000000", "--mbit", "8", "--nodes", "4", "--alone"])
+            .args
+    }
+
+    #[test]
+    fn use_of_the_link_in_payload_and_on_the_wire() {
+        // 4 nodes, 1 MB: each sends 1.5 MB; at 1 MB/s that is 1.5 s.
+        let result = linked(2000.0, 1.6e6);
+        assert_eq!(args().payload_use(&result), 0.75);
+        assert_eq!(args().wire_use(&result), 0.8);
+    }
+
+    #[test]
+    fn the_verdict_follows_the_wire() {
+        let text = args().summary(&[("poseidon", linked(2000.0, 1.88e6))]);
+        assert!(text.contains("94.0%, met"), "{text}");
+        let text = args().summary(&[("poseidon", linked(2000.0, 1.86e6))]);
+        assert!(text.contains("93.0%, **missed**"), "{text}");
+    }
+
+    #[test]
+    fn byte_counts_are_summed_and_garbage_is_named() {
+        assert_eq!(total_sent("10 20\n5 7\n").unwrap(), 15);
+        assert!(total_sent("10 20\noops\n").unwrap_err().to_string().contains("oops"));
+    }
+}

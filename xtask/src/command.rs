@@ -1,0 +1,136 @@
+//! Running other programs.
+
+use anyhow::{Context, Result, anyhow, bail};
+use std::io::Read;
+use std::path::PathBuf;
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::thread;
+use std::time::{Duration, Instant};
+
+/// A command from its words: the first is the program.
+pub(crate) fn command<S: AsRef<str>>(words: &[S]) -> Command {
+    let mut command = Command::new(words[0].as_ref());
+    command.args(words[1..].iter().map(AsRef::as_ref));
+    command
+}
+
+/// Runs a command on this terminal and requires success.
+pub(crate) fn succeed(command: &mut Command) -> Result<()> {
+    let status = command.status().with_context(|| format!("starting {}", shown(command)))?;
+    if !status.success() {
+        bail!("`{}` failed: {status}", shown(command));
+    }
+    Ok(())
+}
+
+/// Whether a command can be started and succeeds; its output is thrown away.
+pub(crate) fn works(words: &[&str]) -> bool {
+    command(words)
+        .stdin(Stdio::null())
+        .stdout(Stdio::null())
+        .stderr(Stdio::null())
+        .status()
+        .is_ok_and(|status| status.success())
+}
+
+/// Standard output of a short command, trimmed.
+pub(crate) fn output(words: &[&str]) -> Result<String> {
+    let output = command(words).stdin(Stdio::null()).output();
+    let output = output.with_context(|| format!("starting `{}`", words.join(" ")))?;
+    if !output.status.success() {
+        let said = String::from_utf8_lossy(&output.stderr);
+        bail!("`{}` failed: {}: {}", words.join(" "), output.status, said.trim());
+    }
+    Ok(String::from_utf8_lossy(&output.stdout).trim().to_owned())
+}
+
+/// Standard output of a command that must end within `limit`. The error carries the end of what it
+/// wrote to standard error. A command that overstays is asked to end, then ended.
+pub(crate) fn output_within(command: &mut Command, limit: Duration) -> Result<String> {
+    let mut child = command
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .with_context(|| format!("starting {}", shown(command)))?;
+    let stdout = drain(child.stdout.take());
+    let stderr = drain(child.stderr.take());
+    let status = wait_until(&mut child, Instant::now() + limit)?;
+    if status.is_none() {
+        // SIGTERM first: launchers such as mpirun then end the processes they have started.
+        works(&["kill", "-TERM", &child.id().to_string()]);
+        if wait_until(&mut child, Instant::now() + Duration::from_secs(5))?.is_none() {
+            child.kill()?;
+            child.wait()?;
+        }
+    }
+    let said = stderr.join().map_err(|_| anyhow!("reading standard error"))?;
+    let stdout = stdout.join().map_err(|_| anyhow!("reading standard output"))?;
+    match status {
+        None => bail!("no end within {} s: {}", limit.as_secs(), tail(&said)),
+        Some(status) if !status.success() => bail!("{status}: {}", tail(&said)),
+        Some(_) => Ok(stdout),
+    }
+}
+
+/// Where cargo puts what it builds.
+pub(crate) fn target_dir() -> PathBuf {
+    std::env::var_os("CARGO_TARGET_DIR").map_or_else(|| PathBuf::from("target"), PathBuf::from)
+}
+
+fn wait_until(child: &mut Child, deadline: Instant) -> Result<Option<ExitStatus>> {
+    loop {
+        if let Some(status) = child.try_wait()? {
+            return Ok(Some(status));
+        }
+        if Instant::now() >= deadline {
+            return Ok(None);
+        }
+        thread::sleep(Duration::from_millis(20));
+    }
+}
+
+fn drain(pipe: Option<impl Read + Send + 'static>) -> thread::JoinHandle<String> {
+    thread::spawn(move || {
+        let mut bytes = Vec::new();
+        if let Some(mut pipe) = pipe {
+            // What was read before an error is still worth showing.
+            let _ = pipe.read_to_end(&mut bytes);
+        }
+        String::from_utf8_lossy(&bytes).into_owned()
+    })
+}
+
+fn tail(text: &str) -> String {
+    let lines: Vec<_> = text.lines().filter(|line| !line.trim().is_empty()).collect();
+    lines[lines.len().saturating_sub(8)..].join("\n")
+}
+
+fn shown(command: &Command) -> String {
+    let words = std::iter::once(command.get_program()).chain(command.get_args());
+    words.map(|word| word.to_string_lossy()).collect::<Vec<_>>().join(" ")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_failing_command_is_named() {
+        let error = succeed(&mut command(&["false", "--argument"])).unwrap_err();
+        assert!(error.to_string().contains("false --argument"), "{error}");
+    }
+
+    #[test]
+    fn an_overstaying_command_is_ended_and_quoted() {
+        let words = ["sh", "-c", "echo stuck >&2; exec sleep 600"];
+        let error = output_within(&mut command(&words), Duration::from_millis(200)).unwrap_err();
+        assert_eq!(error.to_string(), "no end within 0 s: stuck");
+    }
+
+    #[test]
+    fn output_comes_back_whole() {
+        let text = output_within(&mut command(&["echo", "a", "b"]), Duration::from_secs(60));
+        assert_eq!(text.unwrap(), "a b\n");
+    }
+}
