@@ -3,7 +3,14 @@
 //!
 //! A target panics when a decoder breaks its promise, and otherwise tells what became of the input.
 
-use poseidon_core::wire::{Challenge, Header, HeaderError, Hello, Verdict};
+use poseidon_core::wire::{Challenge, Header, HeaderError, Hello, Purpose, Verdict};
+use poseidon_core::{LaneId, NodeId};
+use poseidon_link::handshake::{call, challenge as greet};
+use poseidon_link::{Credentials, HandshakeError};
+use std::io::{self, Read, Write};
+
+/// The cluster the fuzzed listener and caller belong to.
+pub const CLUSTER: [u8; 16] = [7; 16];
 
 /// What a decoder made of an input.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -33,13 +40,16 @@ pub fn header(input: &[u8]) -> Outcome {
     Outcome::Accepted
 }
 
-/// The three messages of the handshake that have a structure; the first byte says which.
+/// The messages of the handshake, and both of its sides facing somebody who does not know the
+/// secret; the first byte says which.
 pub fn handshake(input: &[u8]) -> Outcome {
     let Some((which, rest)) = input.split_first() else { return Outcome::Short };
-    match which % 3 {
+    match which % 5 {
         0 => hello(rest),
         1 => challenge(rest),
-        _ => verdict(rest),
+        2 => verdict(rest),
+        3 => listener(rest),
+        _ => caller(rest),
     }
 }
 
@@ -67,4 +77,58 @@ fn verdict(input: &[u8]) -> Outcome {
     let verdict = Verdict::decode(bytes);
     assert_eq!(Verdict::decode(&verdict.encode()), verdict);
     Outcome::Accepted
+}
+
+/// The listener hears `input`. Nothing that was not made with the secret may let a caller in.
+fn listener(input: &[u8]) -> Outcome {
+    let credentials = credentials();
+    let mut stranger = Stranger(input);
+    turned_away(greet(&mut stranger, &credentials).and_then(|challenged| {
+        let admit = |hello: &Hello| panic!("a stranger came as far as being admitted: {hello:?}");
+        challenged.judge(&mut stranger, &credentials.secret, admit)
+    }))
+}
+
+/// The caller hears `input`. Nothing that was not made with the secret may pass for its listener.
+fn caller(input: &[u8]) -> Outcome {
+    let hello = Hello {
+        purpose: Purpose::Lane,
+        node: NodeId(1),
+        lane: LaneId(0),
+        cluster: CLUSTER,
+        nonce: [9; 32],
+    };
+    turned_away(call(&mut Stranger(input), &hello, &credentials().secret))
+}
+
+fn turned_away<T: std::fmt::Debug>(result: Result<T, HandshakeError>) -> Outcome {
+    match result {
+        Ok(welcome) => panic!("a stranger was let in: {welcome:?}"),
+        Err(HandshakeError::Cut { .. }) => Outcome::Short,
+        Err(_) => Outcome::Refused,
+    }
+}
+
+fn credentials() -> Credentials {
+    let secret = "nobody knows".parse().expect("it is not empty");
+    Credentials { cluster: CLUSTER, secret }
+}
+
+/// The other end of a connection: says its bytes whatever it hears.
+struct Stranger<'a>(&'a [u8]);
+
+impl Read for Stranger<'_> {
+    fn read(&mut self, into: &mut [u8]) -> io::Result<usize> {
+        self.0.read(into)
+    }
+}
+
+impl Write for Stranger<'_> {
+    fn write(&mut self, heard: &[u8]) -> io::Result<usize> {
+        Ok(heard.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
 }

@@ -1,9 +1,9 @@
-//! A bounded, seeded run of every fuzz target: random inputs, and mutations of valid ones.
+//! A bounded, seeded run of every fuzz target: random inputs, and mutations of whole ones.
 //! The same inputs every time, so a failure can be repeated.
 
 use poseidon_core::wire::{Challenge, Header, Hello, Kind, NOBODY, Purpose, Status, Verdict};
 use poseidon_core::{ChunkKey, Clock, LaneId, LayerId, NodeId};
-use poseidon_fuzz::{Outcome, handshake, header};
+use poseidon_fuzz::{CLUSTER, Outcome, handshake, header};
 use std::collections::BTreeMap;
 
 /// A second of work unoptimised.
@@ -21,7 +21,7 @@ fn header_survives() {
         length: 4096,
     };
     let abort = Header::bare(Kind::Abort, NodeId(2), 12);
-    run(header, &[push.encode().to_vec(), abort.encode().to_vec()]);
+    run(header, &[push.encode().to_vec(), abort.encode().to_vec()], &[]);
 }
 
 #[test]
@@ -30,11 +30,11 @@ fn handshake_survives() {
         purpose: Purpose::Control,
         node: NOBODY,
         lane: LaneId(0),
-        cluster: [1; 16],
+        cluster: CLUSTER,
         nonce: [2; 32],
     };
     let challenge = Challenge { status: Status::Welcome, version: 1, nonce: [3; 32] };
-    let verdict = Verdict { status: Status::Secret, proof: [0; 32] };
+    let verdict = Verdict { status: Status::Welcome, proof: [0; 32] };
     run(
         handshake,
         &[
@@ -42,20 +42,29 @@ fn handshake_survives() {
             [&[1][..], &challenge.encode()].concat(),
             [&[2][..], &verdict.encode()].concat(),
         ],
+        // A caller and a listener that do everything right but do not know the secret.
+        &[
+            [&[3][..], &hello.encode(), &[4; 32]].concat(),
+            [&[4][..], &challenge.encode(), &verdict.encode()].concat(),
+        ],
     );
 }
 
 /// A decoder that refused everything would survive as well, so every outcome has to be seen.
-fn run(target: fn(&[u8]) -> Outcome, valid: &[Vec<u8>]) {
-    let mut seen = BTreeMap::new();
-    for input in valid {
+fn run(target: fn(&[u8]) -> Outcome, accepted: &[Vec<u8>], refused: &[Vec<u8>]) {
+    for input in accepted {
         assert_eq!(target(input), Outcome::Accepted, "{input:02x?}");
     }
+    for input in refused {
+        assert_eq!(target(input), Outcome::Refused, "{input:02x?}");
+    }
+    let whole = [accepted, refused].concat();
+    let mut seen = BTreeMap::new();
     let mut random = Random(0x5eed);
     for _ in 0..INPUTS {
         let input = match random.below(4) {
             0 => (0..random.below(128)).map(|_| random.next() as u8).collect(),
-            _ => mutated(valid[random.below(valid.len())].clone(), &mut random),
+            _ => mutated(whole[random.below(whole.len())].clone(), &mut random),
         };
         *seen.entry(target(&input)).or_insert(0) += 1;
     }

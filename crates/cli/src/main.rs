@@ -3,8 +3,12 @@
 //! One file per subcommand, each with its `Args` and its `run`; a new one is a file, a line in
 //! [`Command`] and a line in [`Command::run`].
 
+mod bench;
+mod job;
 mod launch;
 mod orphan;
+mod query;
+mod serve;
 mod supervise;
 
 use anyhow::Context;
@@ -24,12 +28,18 @@ struct Cli {
 #[derive(Subcommand)]
 enum Command {
     Launch(launch::Args),
+    Serve(serve::Args),
+    Query(query::Args),
+    Bench(bench::Args),
 }
 
 impl Command {
     fn run(self) -> anyhow::Result<ExitCode> {
         match self {
             Self::Launch(args) => launch::run(args),
+            Self::Serve(args) => serve::run(args),
+            Self::Query(args) => query::run(args),
+            Self::Bench(args) => bench::run(args),
         }
     }
 }

@@ -21,8 +21,8 @@ mod signals;
 use run::Run;
 use rustix::process::Signal;
 use std::fmt;
-use std::io::{self, ErrorKind};
-use std::process::Command;
+use std::io::{self, ErrorKind, Write};
+use std::process::{Command, ExitCode};
 use std::sync::mpsc;
 
 /// A process to start.
@@ -73,7 +73,6 @@ pub(crate) struct Finished {
     /// How it ended.
     pub(crate) end: End,
     /// What it wrote to stdout, if that was captured; of more than a MiB, the end.
-    #[cfg_attr(not(test), expect(dead_code, reason = "for commands that measure their workers"))]
     pub(crate) stdout: Vec<u8>,
     /// The last lines it wrote to stderr.
     pub(crate) stderr_tail: Vec<Vec<u8>>,
@@ -132,6 +131,16 @@ pub(crate) fn run(processes: Vec<Process>, options: Options) -> Result<Outcome, 
 }
 
 impl Outcome {
+    /// Says on standard error what went wrong, if something did. The exit status says it too.
+    pub(crate) fn tell(&self) -> ExitCode {
+        if let Some(report) = self.report() {
+            let message = [b"error: ", report.as_slice(), b"\n"].concat();
+            // Nobody is left to tell if stderr is closed.
+            let _ = io::stderr().write_all(&message);
+        }
+        self.status().into()
+    }
+
     /// The exit status that tells a shell how the run ended.
     pub(crate) fn status(&self) -> u8 {
         match (self.failure, self.interrupted) {

@@ -167,7 +167,10 @@ fn converse_once(
 }
 
 fn unexpected(address: &str, expected: &str, got: &Message) -> RendezvousError {
-    RendezvousError::Broken { address: address.into(), why: format!("expected {expected}, got {got:?}") }
+    RendezvousError::Broken {
+        address: address.into(),
+        why: format!("expected {expected}, got {got:?}"),
+    }
 }
 
 /// How long a caller may take to say what it wants.

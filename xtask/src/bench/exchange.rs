@@ -42,7 +42,7 @@ pub(crate) struct Args {
     out: Option<PathBuf>,
 }
 
-/// The slowest run seen took 20 s; one that needs ten times that hangs.
+/// A run takes seconds, on a busy machine tens of them; one that takes minutes hangs.
 const LIMIT: Duration = Duration::from_secs(240);
 
 /// Measures, and writes the record.

@@ -1,0 +1,26 @@
+//! `poseidon bench`: measures Poseidon itself.
+
+mod exchange;
+mod report;
+mod worker;
+
+use std::process::ExitCode;
+
+/// Measure Poseidon on this machine or inside a job.
+#[derive(clap::Args, Debug)]
+pub(crate) struct Args {
+    #[command(subcommand)]
+    what: What,
+}
+
+#[derive(clap::Subcommand, Debug)]
+enum What {
+    Exchange(exchange::Args),
+}
+
+/// Runs the measurement.
+pub(crate) fn run(args: Args) -> anyhow::Result<ExitCode> {
+    match args.what {
+        What::Exchange(args) => exchange::run(args),
+    }
+}

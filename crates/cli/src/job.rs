@@ -1,0 +1,185 @@
+//! A job on this machine: its coordinator, and what every process of it is told.
+
+use crate::supervise::{Process, Role};
+use anyhow::Context;
+use poseidon::config::credentials;
+use poseidon::{Cluster, Coordinator, Secret, Servers};
+use std::net::{IpAddr, SocketAddr, TcpListener};
+use std::path::PathBuf;
+use std::process::Command;
+use std::time::Duration;
+
+/// A coordinator that is already listening, and the facts the processes need to find it.
+pub(crate) struct Job {
+    facts: Facts,
+    _coordinator: Coordinator,
+}
+
+/// How large a job is and where it meets.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Size {
+    pub(crate) workers: u16,
+    pub(crate) servers: Servers,
+    /// `None`: each process decides.
+    pub(crate) lanes: Option<u16>,
+    pub(crate) address: IpAddr,
+}
+
+struct Facts {
+    size: Size,
+    coordinator: SocketAddr,
+    master: SocketAddr,
+    secret: String,
+    name: String,
+    own_program: PathBuf,
+}
+
+/// How long the coordinator waits for the last process: they start together.
+const PATIENCE: Duration = Duration::from_secs(60);
+
+impl Job {
+    /// Starts the coordinator. The processes are started by whoever asked.
+    pub(crate) fn start(size: Size) -> anyhow::Result<Self> {
+        // Without a number of lanes each process chooses its own; any number will do for this check.
+        Cluster::new(size.workers, size.servers, size.lanes.unwrap_or(1))?;
+        let secret = Secret::random().context("the system gave no random bytes")?;
+        let name = format!("launch-{}", std::process::id());
+        let door = credentials(&name, secret.clone());
+        let coordinator = Coordinator::bind(size.address, 0, door, PATIENCE)?;
+        let facts = Facts {
+            size,
+            coordinator: coordinator.address(),
+            master: free_port(size.address)?,
+            secret: secret.expose().to_string(),
+            name,
+            own_program: std::env::current_exe()
+                .context("cannot find the poseidon command itself")?,
+        };
+        Ok(Self { facts, _coordinator: coordinator })
+    }
+
+    /// All processes: `command` makes each worker's. Workers come first: a command that cannot be
+    /// run then leaves nothing to clean up.
+    pub(crate) fn processes(&self, command: impl Fn() -> Command) -> Vec<Process> {
+        let workers = (0..self.facts.size.workers).map(|rank| self.facts.worker(rank, command()));
+        let servers = (0..self.facts.size.servers.extra()).map(|index| self.facts.server(index));
+        workers.chain(servers).collect()
+    }
+
+    /// The poseidon command itself.
+    pub(crate) fn own_program(&self) -> Command {
+        Command::new(&self.facts.own_program)
+    }
+}
+
+/// A port nobody listens at now. While the coordinator listens at its own, this one is another.
+fn free_port(address: IpAddr) -> anyhow::Result<SocketAddr> {
+    let listener = TcpListener::bind((address, 0));
+    listener
+        .and_then(|listener| listener.local_addr())
+        .with_context(|| format!("no free port at {address}"))
+}
+
+impl Facts {
+    fn worker(&self, rank: u16, mut command: Command) -> Process {
+        self.describe(&mut command);
+        command.env("RANK", rank.to_string());
+        command.env("LOCAL_RANK", rank.to_string());
+        command.env_remove("POSEIDON_SERVER");
+        let label = rank.to_string();
+        Process { name: format!("worker {rank}"), label, command, role: Role::Worker }
+    }
+
+    fn server(&self, index: u16) -> Process {
+        let mut command = Command::new(&self.own_program);
+        command.arg("serve");
+        self.describe(&mut command);
+        command.env("POSEIDON_SERVER", index.to_string());
+        command.env_remove("RANK");
+        command.env_remove("LOCAL_RANK");
+        let name = format!("server {index}");
+        Process { label: name.clone(), name, command, role: Role::Server }
+    }
+
+    fn describe(&self, command: &mut Command) {
+        let workers = self.size.workers.to_string();
+        command
+            .env("WORLD_SIZE", &workers)
+            .env("LOCAL_WORLD_SIZE", &workers)
+            .env("MASTER_ADDR", self.master.ip().to_string())
+            .env("MASTER_PORT", self.master.port().to_string())
+            .env("POSEIDON_COORDINATOR", self.coordinator.to_string())
+            .env("POSEIDON_COORDINATOR_SERVED", "1")
+            .env("POSEIDON_SECRET", &self.secret)
+            .env("POSEIDON_CLUSTER", &self.name)
+            .env("POSEIDON_SERVERS", self.size.servers.to_string());
+        if let Some(lanes) = self.size.lanes {
+            command.env("POSEIDON_LANES", lanes.to_string());
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::collections::BTreeMap;
+
+    fn facts(lanes: Option<u16>) -> Facts {
+        let address = IpAddr::from([127, 0, 0, 1]);
+        Facts {
+            size: Size { workers: 3, servers: Servers::Mixed(2), lanes, address },
+            coordinator: "127.0.0.1:5000".parse().unwrap(),
+            master: "127.0.0.1:5001".parse().unwrap(),
+            secret: "5ec2e7".into(),
+            name: "launch-1".into(),
+            own_program: "/bin/poseidon".into(),
+        }
+    }
+
+    /// What is set (`Some`) and what is removed (`None`).
+    fn environment(process: &Process) -> BTreeMap<&str, Option<&str>> {
+        process
+            .command
+            .get_envs()
+            .map(|(key, value)| (key.to_str().unwrap(), value.map(|v| v.to_str().unwrap())))
+            .collect()
+    }
+
+    const EVERYBODY: [(&str, Option<&str>); 9] = [
+        ("WORLD_SIZE", Some("3")),
+        ("LOCAL_WORLD_SIZE", Some("3")),
+        ("MASTER_ADDR", Some("127.0.0.1")),
+        ("MASTER_PORT", Some("5001")),
+        ("POSEIDON_COORDINATOR", Some("127.0.0.1:5000")),
+        ("POSEIDON_COORDINATOR_SERVED", Some("1")),
+        ("POSEIDON_SECRET", Some("5ec2e7")),
+        ("POSEIDON_CLUSTER", Some("launch-1")),
+        ("POSEIDON_SERVERS", Some("colocated+2")),
+    ];
+
+    #[test]
+    fn a_server_is_told_its_index_and_no_rank() {
+        let server = facts(Some(4)).server(1);
+        let own = [
+            ("POSEIDON_LANES", Some("4")),
+            ("POSEIDON_SERVER", Some("1")),
+            ("RANK", None),
+            ("LOCAL_RANK", None),
+        ];
+        assert_eq!(environment(&server), BTreeMap::from_iter(EVERYBODY.into_iter().chain(own)));
+        assert_eq!(server.command.get_program(), "/bin/poseidon");
+        assert_eq!(server.command.get_args().collect::<Vec<_>>(), ["serve"]);
+        assert_eq!((server.label.as_str(), server.role), ("server 1", Role::Server));
+    }
+
+    #[test]
+    fn a_worker_is_told_its_rank_and_no_server_index() {
+        let mut program = Command::new("prog");
+        program.arg("-x");
+        let worker = facts(None).worker(2, program);
+        let own = [("RANK", Some("2")), ("LOCAL_RANK", Some("2")), ("POSEIDON_SERVER", None)];
+        assert_eq!(environment(&worker), BTreeMap::from_iter(EVERYBODY.into_iter().chain(own)));
+        assert_eq!(worker.command.get_program(), "prog");
+        assert_eq!(worker.command.get_args().collect::<Vec<_>>(), ["-x"]);
+    }
+}

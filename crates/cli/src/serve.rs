@@ -1,0 +1,26 @@
+//! `poseidon serve`: one dedicated server.
+
+use poseidon::Config;
+use std::process::ExitCode;
+
+/// Run one dedicated server until the last worker has finished.
+///
+/// A server holds a part of the parameters and does nothing else. `poseidon launch --servers M`
+/// starts M of them on this machine; on other machines start them by hand, with the environment of
+/// the job and each with its own POSEIDON_SERVER.
+#[derive(clap::Args, Debug)]
+#[command(after_help = EXAMPLES)]
+pub(crate) struct Args {}
+
+/// Serves to the end of the job.
+pub(crate) fn run(_: Args) -> anyhow::Result<ExitCode> {
+    let traffic = poseidon::serve(&Config::from_env()?)?;
+    tracing::info!(sent = traffic.bytes_sent, received = traffic.bytes_received, "served");
+    Ok(ExitCode::SUCCESS)
+}
+
+const EXAMPLES: &str = "\
+Examples:
+  Server 0 of 2, for 8 workers whose rank 0 runs on node1:
+    WORLD_SIZE=8 POSEIDON_COORDINATOR=node1:29501 POSEIDON_SECRET=... \\
+    POSEIDON_SERVERS=2 POSEIDON_SERVER=0 poseidon serve";
