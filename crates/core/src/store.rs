@@ -2,8 +2,12 @@
 //!
 //! A chunk collects one contribution from every worker, in pieces, as the network delivers them.
 //! When the last one is in, the optimizer runs on the chunk while it is still in cache and the
-//! result goes to every worker. Sums live in recycled buffers, so a shard that keeps up touches
-//! only a few chunks' worth of memory however large the model is.
+//! result goes to every worker.
+//!
+//! A sum lives in one of two places. If this node has a worker of its own and that worker was first,
+//! it *lends* its gradient's memory and the others are added to it in place: no copy in, no copy
+//! out. Otherwise the sum lives in a recycled buffer, so a shard that keeps up touches only a few
+//! chunks' worth of memory however large the model is.
 
 use crate::optim::{self, Optimizer, Step};
 
@@ -44,6 +48,7 @@ pub struct Contribution {
     worker: usize,
     done: usize,
     len: usize,
+    lent: bool,
 }
 
 /// A chunk whose clock is complete: `result` goes to every worker.
@@ -53,8 +58,17 @@ pub struct Completed {
     pub key: ChunkKey,
     /// The clock that is complete.
     pub clock: Clock,
-    /// The reduced gradient or the new parameters. Hand it back with [`Store::release`].
-    pub result: Arc<[f32]>,
+    /// Where the reduced gradient or the new parameters are.
+    pub result: Outcome,
+}
+
+/// Where a result is.
+#[derive(Debug)]
+pub enum Outcome {
+    /// Here. Hand it back with [`Store::release`].
+    Held(Arc<[f32]>),
+    /// In the memory this node's worker lent.
+    Lent,
 }
 
 /// A chunk that has waited too long.
@@ -90,8 +104,9 @@ struct Round {
     kind: Kind,
     rate: f32,
     opened: Duration,
-    sum: Arc<[f32]>,
-    /// Elements of `sum` that hold something. Every contribution comes in order, so this is as far
+    /// `None`: in the memory this node's worker lent.
+    sum: Option<Arc<[f32]>>,
+    /// Elements of the sum that hold something. Every contribution comes in order, so this is as far
     /// as the fastest one has come: below it pieces are added, above it they are assigned, and the
     /// buffer needs no clearing.
     filled: usize,
@@ -106,6 +121,13 @@ enum Progress {
     Absent,
     Arriving,
     Done,
+}
+
+impl Contribution {
+    /// Whether it goes into memory this node's worker lent.
+    pub fn is_lent(&self) -> bool {
+        self.lent
+    }
 }
 
 impl Store {
@@ -143,9 +165,123 @@ impl Store {
         header: &Header,
         now: Duration,
     ) -> Result<Contribution, Violation> {
-        let row = self.index.get(header.chunk.layer.index());
-        let slot = row.and_then(|r| *r.get(header.chunk.index as usize)?);
-        let id = slot.ok_or(Violation::UnknownChunk)?;
+        let id = self.slot(header.chunk)?;
+        self.admit(id, header, now, false)
+    }
+
+    /// This node's worker offers its gradient's memory for the sum: all of it is a contribution
+    /// already. `None` if others were first, and the worker has to contribute like everybody else.
+    pub fn handle_loan(
+        &mut self,
+        header: &Header,
+        now: Duration,
+    ) -> Result<Option<Contribution>, Violation> {
+        let id = self.slot(header.chunk)?;
+        // In rank order a sum cannot start with whoever happens to be here.
+        let first = self.slots[id as usize].round.is_none();
+        if !first || self.order == Order::Rank || header.kind != Kind::Push {
+            return Ok(None);
+        }
+        let mut loan = self.admit(id, header, now, true)?;
+        loan.done = loan.len;
+        Ok(Some(loan))
+    }
+
+    /// The next piece of a contribution. Pieces come in order and are as long as the network made
+    /// them. `lent` is the chunk's lent memory, if [`Contribution::is_lent`].
+    pub fn handle_piece(
+        &mut self,
+        contribution: &mut Contribution,
+        piece: &[f32],
+        lent: Option<&mut [f32]>,
+    ) {
+        let slot = &mut self.slots[contribution.slot as usize];
+        let round = slot.round.as_mut().expect("a contribution keeps its round open");
+        let start = contribution.done;
+        contribution.done += piece.len();
+        if self.order == Order::Rank && round.kind == Kind::Push {
+            let free = &mut self.free;
+            let own = round.waiting.entry(contribution.worker);
+            let own = own.or_insert_with(|| buffer(free, slot.len));
+            unshared(own)[start..contribution.done].copy_from_slice(piece);
+        } else {
+            let sum = round.sum.as_mut().map(unshared).or(lent);
+            add_or_assign(sum.expect("a sum is here or lent"), &mut round.filled, start, piece);
+        }
+    }
+
+    /// All pieces of a contribution are in. Returns the chunk when that completes its clock. `lent`
+    /// is the chunk's lent memory, if [`Contribution::is_lent`].
+    pub fn handle_contributed(
+        &mut self,
+        contribution: Contribution,
+        lent: Option<&mut [f32]>,
+    ) -> Option<Completed> {
+        debug_assert_eq!(contribution.done, contribution.len, "a piece is missing");
+        let slot = &mut self.slots[contribution.slot as usize];
+        let round = slot.round.as_mut().expect("a contribution keeps its round open");
+        slot.contributors[contribution.worker] = Progress::Done;
+        round.finished += 1;
+        if self.order == Order::Rank && round.kind == Kind::Push {
+            while slot.contributors.get(round.turn) == Some(&Progress::Done) {
+                if let Some(own) = round.waiting.remove(&round.turn) {
+                    let sum = round.sum.as_mut().map(unshared);
+                    let sum = sum.expect("nothing is lent in rank order");
+                    add_or_assign(sum, &mut round.filled, 0, &own);
+                    self.free.entry(slot.len).or_default().push(own);
+                }
+                round.turn += 1;
+            }
+        }
+        (round.finished == self.workers).then(|| self.complete(contribution.slot, lent))
+    }
+
+    /// A result has been handed to a link or copied. The last hand to let go returns the buffer to
+    /// the pool.
+    pub fn release(&mut self, result: Arc<[f32]>) {
+        if Arc::strong_count(&result) == 1 {
+            self.free.entry(result.len()).or_default().push(result);
+        }
+    }
+
+    /// The chunk that has been waiting longest for a missing worker, if it is over `limit`.
+    pub fn poll_stalled(&self, now: Duration, limit: Duration) -> Option<Stall> {
+        let open = self.slots.iter().filter_map(|s| Some((s, s.round.as_ref()?)));
+        let (slot, round) = open.min_by_key(|(_, round)| round.opened)?;
+        let waited = now.saturating_sub(round.opened);
+        if waited < limit {
+            return None;
+        }
+        let missing = slot.contributors.iter().zip(0..);
+        let missing = missing.filter(|(p, _)| **p != Progress::Done).map(|(_, n)| NodeId(n));
+        Some(Stall { key: slot.key, clock: slot.clock, missing: missing.collect(), waited })
+    }
+
+    /// Bytes of sums, parameters and optimizer state this shard holds, free buffers included.
+    pub fn bytes(&self) -> usize {
+        let free: usize = self.free.iter().map(|(len, buffers)| len * buffers.len()).sum();
+        let held = self.slots.iter().map(|s| {
+            let sums = |r: &Round| usize::from(r.sum.is_some()) + r.waiting.len();
+            let round = s.round.as_ref().map_or(0, |r| s.len * sums(r));
+            let parameters = s.parameters.as_ref().map_or(0, |p| p.len());
+            round + parameters + s.state.iter().map(Vec::len).sum::<usize>()
+        });
+        (free + held.sum::<usize>()) * size_of::<f32>()
+    }
+
+    fn slot(&self, chunk: ChunkKey) -> Result<SlotId, Violation> {
+        let row = self.index.get(chunk.layer.index());
+        row.and_then(|r| *r.get(chunk.index as usize)?).ok_or(Violation::UnknownChunk)
+    }
+
+    /// Lets a contribution in if it keeps the rules, and opens a round if it is the first.
+    fn admit(
+        &mut self,
+        id: SlotId,
+        header: &Header,
+        now: Duration,
+        loan: bool,
+    ) -> Result<Contribution, Violation> {
         let slot = &mut self.slots[id as usize];
         let worker = header.sender.index();
         if worker >= self.workers {
@@ -189,87 +325,20 @@ impl Store {
                     kind: header.kind,
                     rate: header.value,
                     opened: now,
-                    sum: buffer(&mut self.free, slot.len),
-                    filled: 0,
+                    sum: (!loan).then(|| buffer(&mut self.free, slot.len)),
+                    filled: if loan { slot.len } else { 0 },
                     finished: 0,
                     waiting: BTreeMap::new(),
                     turn: 0,
                 });
             }
         }
+        let lent = slot.round.as_ref().is_some_and(|round| round.sum.is_none());
         slot.contributors[worker] = Progress::Arriving;
-        Ok(Contribution { slot: id, worker, done: 0, len: expected / size_of::<f32>() })
+        Ok(Contribution { slot: id, worker, done: 0, len: expected / size_of::<f32>(), lent })
     }
 
-    /// The next piece of a contribution. Pieces come in order and are as long as the network made
-    /// them.
-    pub fn handle_piece(&mut self, contribution: &mut Contribution, piece: &[f32]) {
-        let slot = &mut self.slots[contribution.slot as usize];
-        let round = slot.round.as_mut().expect("a contribution keeps its round open");
-        let start = contribution.done;
-        contribution.done += piece.len();
-        if self.order == Order::Rank && round.kind == Kind::Push {
-            let free = &mut self.free;
-            let own = round.waiting.entry(contribution.worker);
-            let own = own.or_insert_with(|| buffer(free, slot.len));
-            unshared(own)[start..contribution.done].copy_from_slice(piece);
-        } else {
-            add_or_assign(round, start, piece);
-        }
-    }
-
-    /// All pieces of a contribution are in. Returns the chunk when that completes its clock.
-    pub fn handle_contributed(&mut self, contribution: Contribution) -> Option<Completed> {
-        debug_assert_eq!(contribution.done, contribution.len, "a piece is missing");
-        let slot = &mut self.slots[contribution.slot as usize];
-        let round = slot.round.as_mut().expect("a contribution keeps its round open");
-        slot.contributors[contribution.worker] = Progress::Done;
-        round.finished += 1;
-        if self.order == Order::Rank && round.kind == Kind::Push {
-            while slot.contributors.get(round.turn) == Some(&Progress::Done) {
-                if let Some(own) = round.waiting.remove(&round.turn) {
-                    add_or_assign(round, 0, &own);
-                    self.free.entry(slot.len).or_default().push(own);
-                }
-                round.turn += 1;
-            }
-        }
-        (round.finished == self.workers).then(|| self.complete(contribution.slot))
-    }
-
-    /// A result has been handed to a link or copied. The last hand to let go returns the buffer to
-    /// the pool.
-    pub fn release(&mut self, result: Arc<[f32]>) {
-        if Arc::strong_count(&result) == 1 {
-            self.free.entry(result.len()).or_default().push(result);
-        }
-    }
-
-    /// The chunk that has been waiting longest for a missing worker, if it is over `limit`.
-    pub fn poll_stalled(&self, now: Duration, limit: Duration) -> Option<Stall> {
-        let open = self.slots.iter().filter_map(|s| Some((s, s.round.as_ref()?)));
-        let (slot, round) = open.min_by_key(|(_, round)| round.opened)?;
-        let waited = now.saturating_sub(round.opened);
-        if waited < limit {
-            return None;
-        }
-        let missing = slot.contributors.iter().zip(0..);
-        let missing = missing.filter(|(p, _)| **p != Progress::Done).map(|(_, n)| NodeId(n));
-        Some(Stall { key: slot.key, clock: slot.clock, missing: missing.collect(), waited })
-    }
-
-    /// Bytes of sums, parameters and optimizer state this shard holds, free buffers included.
-    pub fn bytes(&self) -> usize {
-        let free: usize = self.free.iter().map(|(len, buffers)| len * buffers.len()).sum();
-        let held = self.slots.iter().map(|s| {
-            let round = s.round.as_ref().map_or(0, |r| s.len * (1 + r.waiting.len()));
-            let parameters = s.parameters.as_ref().map_or(0, |p| p.len());
-            round + parameters + s.state.iter().map(Vec::len).sum::<usize>()
-        });
-        (free + held.sum::<usize>()) * size_of::<f32>()
-    }
-
-    fn complete(&mut self, id: SlotId) -> Completed {
+    fn complete(&mut self, id: SlotId, lent: Option<&mut [f32]>) -> Completed {
         let slot = &mut self.slots[id as usize];
         let mut round = slot.round.take().expect("only an open round completes");
         let clock = slot.clock;
@@ -278,12 +347,14 @@ impl Store {
         let scale = self.optimizer.reduction().scale(self.workers);
         let result = if self.optimizer.is_stateless() {
             if round.kind == Kind::Push && scale != 1.0 {
-                optim::scale(unshared(&mut round.sum), scale);
+                let sum = round.sum.as_mut().map(unshared).or(lent);
+                optim::scale(sum.expect("a sum is here or lent"), scale);
             }
-            round.sum
+            round.sum.map_or(Outcome::Lent, Outcome::Held)
         } else if round.kind == Kind::Init {
             slot.state = vec![vec![0.0; slot.len]; self.optimizer.state_vectors()];
-            slot.parameters.insert(round.sum).clone()
+            let initial = round.sum.expect("initial values are never lent");
+            Outcome::Held(slot.parameters.insert(initial).clone())
         } else {
             let parameters = slot.parameters.as_mut().expect("pushes are refused before init");
             // Every worker has the last result, or it could not have contributed to this one; but a
@@ -295,14 +366,14 @@ impl Store {
             }
             self.optimizer.step(Step {
                 parameters: unshared(parameters),
-                sum: &round.sum,
+                sum: round.sum.as_deref().or(lent.as_deref()).expect("a sum is here or lent"),
                 scale,
                 rate: round.rate,
                 clock,
                 state: &mut slot.state,
             });
-            self.free.entry(slot.len).or_default().push(round.sum);
-            parameters.clone()
+            self.free.entry(slot.len).or_default().extend(round.sum);
+            Outcome::Held(parameters.clone())
         };
         Completed { key: slot.key, clock, result }
     }
@@ -318,14 +389,13 @@ fn unshared(buffer: &mut Arc<[f32]>) -> &mut [f32] {
     Arc::get_mut(buffer).expect("sums are shared only once they are complete")
 }
 
-fn add_or_assign(round: &mut Round, start: usize, piece: &[f32]) {
+fn add_or_assign(sum: &mut [f32], filled: &mut usize, start: usize, piece: &[f32]) {
     let end = start + piece.len();
-    let known = round.filled.clamp(start, end);
-    let sum = unshared(&mut round.sum);
+    let known = (*filled).clamp(start, end);
     let (add, assign) = piece.split_at(known - start);
     optim::add(&mut sum[start..known], add);
     sum[known..end].copy_from_slice(assign);
-    round.filled = round.filled.max(end);
+    *filled = (*filled).max(end);
 }
 
 #[cfg(test)]

@@ -26,8 +26,6 @@ pub struct Part {
     pub server: NodeId,
     /// The elements of the layer it covers.
     pub range: Range<usize>,
-    /// Still to be handed to this node's own shard.
-    held: bool,
     arrived: bool,
 }
 
@@ -40,7 +38,7 @@ impl Syncer {
             .filter(|(_, shard)| shard.lane == lane)
             .filter_map(|(key, shard)| {
                 let range = chunks?.range(key.index)?;
-                Some(Part { key, server: shard.node, range, held: false, arrived: true })
+                Some(Part { key, server: shard.node, range, arrived: true })
             })
             .collect();
         Self { parts, clock: Clock(0), missing: 0 }
@@ -60,17 +58,18 @@ impl Syncer {
         self.missing = self.parts.len();
         for part in &mut self.parts {
             part.arrived = false;
-            part.held = true;
         }
         &self.parts
     }
 
-    /// Takes chunk `index` of the layer in flight out of this worker's hands, once: a chunk that
-    /// lives on the worker's own node is added when the shard first needs it.
-    pub fn take(&mut self, index: u32) -> Option<Range<usize>> {
-        let part = self.part(index)?;
-        let part = &mut self.parts[part];
-        std::mem::take(&mut part.held).then(|| part.range.clone())
+    /// The elements of the layer that chunk `index` covers. `None` if it is not on this lane.
+    pub fn range(&self, index: u32) -> Option<Range<usize>> {
+        self.part(index).map(|part| self.parts[part].range.clone())
+    }
+
+    /// Whether all that was sent has come back.
+    pub fn is_synced(&self) -> bool {
+        self.missing == 0
     }
 
     /// An update is about to arrive. Returns which elements of the layer its payload is.

@@ -5,7 +5,7 @@
 
 use crate::board::{Board, Exchange};
 use crate::outbox::Payload;
-use poseidon_core::store::{Completed, Contribution, Stall};
+use poseidon_core::store::{Completed, Contribution, Outcome, Stall};
 use poseidon_core::wire::{Header, Kind};
 use poseidon_core::{ChunkKey, Cluster, LayerId, NodeId, Plan, Shard, Store, Syncer, Violation};
 use std::collections::VecDeque;
@@ -19,9 +19,11 @@ pub(crate) struct Holdings {
     store: Option<Store>,
     syncers: Vec<Syncer>,
     exchanges: Vec<Option<Arc<Exchange>>>,
-    /// Chunks of this node's own worker for this node's own shard, in the order they were sent.
-    /// They are added when the first frame for the chunk arrives, or when there is nothing else to
-    /// do: adding all of a large layer at once would push everything else out of the cache.
+    /// Per layer: updates that links still read from the exchange's memory.
+    unsent: Vec<usize>,
+    /// Chunks of this node's worker for this node's shard whose sums others have begun. They are
+    /// added when there is nothing else to do: all at once they would push everything else out of
+    /// the cache.
     own: VecDeque<ChunkKey>,
     completed: Vec<Completed>,
     board: Arc<Board>,
@@ -30,10 +32,17 @@ pub(crate) struct Holdings {
 /// Where the payload of a frame goes.
 #[derive(Debug)]
 pub(crate) enum Landing {
-    /// Piece by piece into a sum.
-    Sum(Contribution),
+    /// Piece by piece into a sum, which may be in memory this node's worker lent.
+    Sum { sum: Contribution, lent: Option<Lent> },
     /// Straight into the training program's memory.
-    Result { exchange: Arc<Exchange>, range: Range<usize> },
+    Result(Lent),
+}
+
+/// One chunk of the training program's memory.
+#[derive(Debug)]
+pub(crate) struct Lent {
+    pub(crate) exchange: Arc<Exchange>,
+    pub(crate) range: Range<usize>,
 }
 
 impl Holdings {
@@ -51,6 +60,7 @@ impl Holdings {
             store,
             syncers: layers.map(|layer| Syncer::new(plan, layer, me.lane)).collect(),
             exchanges: vec![None; plan.layers()],
+            unsent: vec![0; plan.layers()],
             own: VecDeque::new(),
             completed: Vec::new(),
             board,
@@ -62,20 +72,21 @@ impl Holdings {
     pub(crate) fn handle_send(
         &mut self,
         exchange: Arc<Exchange>,
+        now: Duration,
         mut send: impl FnMut(NodeId, Header, Payload),
-    ) {
+    ) -> Result<(), (ChunkKey, Violation)> {
         let layer = exchange.layer;
         let parts = self.syncers[layer.index()].handle_send(exchange.clock);
         if parts.is_empty() {
             drop(exchange);
             self.board.finish_part(layer);
-            return;
+            return Ok(());
         }
         for part in parts {
+            let header = contribution(self.me, part.key, &part.range, &exchange);
             if part.server == self.me {
                 self.own.push_back(part.key);
             } else {
-                let header = contribution(self.me, part.key, &part.range, &exchange);
                 let payload = match header.length {
                     0 => Payload::None,
                     _ => Payload::Gradient(exchange.clone(), part.range.clone()),
@@ -84,6 +95,14 @@ impl Holdings {
             }
         }
         self.exchanges[layer.index()] = Some(exchange);
+        // Chunks nobody else has begun are lent; only the others are work.
+        for _ in 0..self.own.len() {
+            let Some(chunk) = self.own.pop_front() else { break };
+            if !self.lend(chunk, now).map_err(|violation| (chunk, violation))? {
+                self.own.push_back(chunk);
+            }
+        }
+        Ok(())
     }
 
     /// Checks a frame that carries a chunk and says where its payload goes.
@@ -92,38 +111,41 @@ impl Holdings {
             Kind::Push | Kind::Init => {
                 let store = self.store.as_mut().ok_or(Violation::UnknownChunk)?;
                 let sum = store.handle_push(header, now)?;
-                self.contribute_own(header.chunk, now)?;
-                Ok(Landing::Sum(sum))
+                let lent = if sum.is_lent() { self.lent(header.chunk) } else { None };
+                Ok(Landing::Sum { sum, lent })
             }
             Kind::Update => {
                 let layer = header.chunk.layer.index();
                 let syncer = self.syncers.get(layer).ok_or(Violation::UnknownChunk)?;
                 let range = syncer.handle_update(header)?;
                 let exchange = self.exchanges[layer].clone().ok_or(Violation::NotInFlight)?;
-                Ok(Landing::Result { exchange, range })
+                Ok(Landing::Result(Lent { exchange, range }))
             }
             _ => Err(Violation::WrongKind),
         }
     }
 
     /// The next piece of a contribution that `open` let in.
-    pub(crate) fn handle_piece(&mut self, sum: &mut Contribution, piece: &[f32]) {
+    pub(crate) fn handle_piece(
+        &mut self,
+        sum: &mut Contribution,
+        lent: &mut Option<Lent>,
+        piece: &[f32],
+    ) {
         let store = self.store.as_mut().expect("only a store opens a sum");
-        store.handle_piece(sum, piece);
+        store.handle_piece(sum, piece, lent.as_mut().map(Lent::sum));
     }
 
     /// A contribution that `open` let in is all there.
-    pub(crate) fn handle_contributed(&mut self, sum: Contribution) {
+    pub(crate) fn handle_contributed(&mut self, sum: Contribution, mut lent: Option<Lent>) {
         let store = self.store.as_mut().expect("only a store opens a sum");
-        self.completed.extend(store.handle_contributed(sum));
+        self.completed.extend(store.handle_contributed(sum, lent.as_mut().map(Lent::sum)));
     }
 
     /// A chunk's result is in place.
     pub(crate) fn handle_landed(&mut self, chunk: ChunkKey) {
         if self.syncers[chunk.layer.index()].handle_landed(chunk.index) {
-            // Let go of the memory before saying so: the session takes it back at once.
-            self.exchanges[chunk.layer.index()] = None;
-            self.board.finish_part(chunk.layer);
+            self.finish_if_done(chunk.layer);
         }
     }
 
@@ -138,36 +160,49 @@ impl Holdings {
     pub(crate) fn poll_completed(&mut self, mut send: impl FnMut(NodeId, Header, Payload)) -> bool {
         let any = !self.completed.is_empty();
         while let Some(Completed { key, clock, result }) = self.completed.pop() {
-            let length = size_of_val(&*result) as u32;
-            let header = Header {
-                kind: Kind::Update,
-                sender: self.me,
-                chunk: key,
-                value: 0.0,
-                clock,
-                length,
-            };
-            for &worker in self.workers.iter().filter(|&&w| w != self.me) {
-                send(worker, header, Payload::Result(result.clone()));
-            }
             let layer = key.layer.index();
+            let lent = self.lent(key);
+            let length = match (&result, &lent) {
+                (Outcome::Held(values), _) => size_of_val(&**values),
+                (Outcome::Lent, Some(lent)) => lent.range.len() * size_of::<f32>(),
+                (Outcome::Lent, None) => unreachable!("a loan ends after its chunk is complete"),
+            };
+            let (kind, length) = (Kind::Update, length as u32);
+            let header = Header { kind, sender: self.me, chunk: key, value: 0.0, clock, length };
+            for &worker in self.workers.iter().filter(|&&w| w != self.me) {
+                let payload = match (&result, &lent) {
+                    (Outcome::Held(values), _) => Payload::Result(values.clone()),
+                    (Outcome::Lent, Some(lent)) => {
+                        self.unsent[layer] += 1;
+                        Payload::Update(lent.exchange.clone(), lent.range.clone())
+                    }
+                    (Outcome::Lent, None) => Payload::None,
+                };
+                send(worker, header, payload);
+            }
             // On a dedicated server no layer is ever in flight.
-            if let Some(exchange) = &self.exchanges[layer]
-                && let Ok(range) = self.syncers[layer].handle_update(&header)
-            {
-                // SAFETY: the chunk belongs to this lane, and its contribution has been added.
-                unsafe { exchange.result().chunk_mut(range) }.copy_from_slice(&result);
+            if let Some(lent) = lent {
+                lent.land(&result);
                 self.handle_landed(key);
             }
-            self.release(result);
+            if let Outcome::Held(values) = result {
+                self.release(values);
+            }
         }
         any
     }
 
     /// A link has taken the whole of a frame.
     pub(crate) fn sent(&mut self, payload: Payload) {
-        if let Payload::Result(result) = payload {
-            self.release(result);
+        match payload {
+            Payload::Result(result) => self.release(result),
+            Payload::Update(exchange, _) => {
+                let layer = exchange.layer;
+                drop(exchange);
+                self.unsent[layer.index()] -= 1;
+                self.finish_if_done(layer);
+            }
+            Payload::None | Payload::Gradient(..) | Payload::Text(_) => {}
         }
     }
 
@@ -189,24 +224,76 @@ impl Holdings {
         self.syncers[layer.index()].clock()
     }
 
+    /// Offers the shard the memory of one of this node's own chunks. False if others were first.
+    fn lend(&mut self, chunk: ChunkKey, now: Duration) -> Result<bool, Violation> {
+        let Some(mut lent) = self.lent(chunk) else { return Ok(true) };
+        let header = contribution(self.me, chunk, &lent.range, &lent.exchange);
+        let store = self.store.as_mut().ok_or(Violation::UnknownChunk)?;
+        let Some(loan) = store.handle_loan(&header, now)? else { return Ok(false) };
+        self.completed.extend(store.handle_contributed(loan, Some(lent.sum())));
+        Ok(true)
+    }
+
     fn contribute_own(&mut self, chunk: ChunkKey, now: Duration) -> Result<(), Violation> {
-        let layer = chunk.layer.index();
-        let Some(exchange) = &self.exchanges[layer] else { return Ok(()) };
-        let Some(range) = self.syncers[layer].take(chunk.index) else { return Ok(()) };
-        let header = contribution(self.me, chunk, &range, exchange);
+        let Some(mut lent) = self.lent(chunk) else { return Ok(()) };
+        let header = contribution(self.me, chunk, &lent.range, &lent.exchange);
         let store = self.store.as_mut().ok_or(Violation::UnknownChunk)?;
         let mut sum = store.handle_push(&header, now)?;
         if header.length > 0 {
-            // SAFETY: the chunk belongs to this lane, which writes its result only later.
-            store.handle_piece(&mut sum, unsafe { exchange.gradient.chunk(range) });
+            store.handle_piece(&mut sum, lent.sum(), None);
         }
-        self.completed.extend(store.handle_contributed(sum));
+        self.completed.extend(store.handle_contributed(sum, None));
         Ok(())
+    }
+
+    /// The memory of `chunk` while its layer is in flight.
+    fn lent(&self, chunk: ChunkKey) -> Option<Lent> {
+        let exchange = self.exchanges[chunk.layer.index()].clone()?;
+        let range = self.syncers[chunk.layer.index()].range(chunk.index)?;
+        Some(Lent { exchange, range })
+    }
+
+    /// The layer is done on this lane when all results are in place and no link reads its memory.
+    fn finish_if_done(&mut self, layer: LayerId) {
+        let done = self.syncers[layer.index()].is_synced() && self.unsent[layer.index()] == 0;
+        if done && let Some(exchange) = self.exchanges[layer.index()].take() {
+            // Let go of the memory before saying so: the session takes it back at once.
+            drop(exchange);
+            self.board.finish_part(layer);
+        }
     }
 
     fn release(&mut self, result: Arc<[f32]>) {
         if let Some(store) = &mut self.store {
             store.release(result);
+        }
+    }
+}
+
+impl Lent {
+    /// What this worker contributes, and where sums of its own chunks are made.
+    fn sum(&mut self) -> &mut [f32] {
+        // SAFETY: the chunk belongs to this lane, which holds one slice of it at a time.
+        unsafe { self.exchange.gradient.chunk_mut(self.range.clone()) }
+    }
+
+    /// Where its result goes.
+    pub(crate) fn result(&mut self) -> &mut [f32] {
+        // SAFETY: as for `sum`.
+        unsafe { self.exchange.result().chunk_mut(self.range.clone()) }
+    }
+
+    /// Puts the result of one of this node's own chunks where the training program wants it.
+    fn land(mut self, result: &Outcome) {
+        match result {
+            Outcome::Held(values) => self.result().copy_from_slice(values),
+            Outcome::Lent if self.exchange.destination.is_some() => {
+                let exchange = self.exchange.clone();
+                // SAFETY: as for `sum`; gradient and destination are two buffers.
+                let sum = unsafe { exchange.gradient.chunk(self.range.clone()) };
+                self.result().copy_from_slice(sum);
+            }
+            Outcome::Lent => {}
         }
     }
 }

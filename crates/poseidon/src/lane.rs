@@ -9,7 +9,7 @@ use crate::holdings::Holdings;
 use crate::outbox::Payload;
 use crate::peer::{Fault, Peer};
 use poseidon_core::wire::{Header, Kind, MAX_ABORT};
-use poseidon_core::{Clock, Cluster, Layer, LayerId, NodeId};
+use poseidon_core::{ChunkKey, Clock, Cluster, Layer, LayerId, NodeId, Violation};
 use poseidon_link::Link;
 use std::io;
 use std::sync::Arc;
@@ -38,6 +38,9 @@ pub(crate) enum Command {
 }
 
 pub(crate) struct Lane {
+    cursor: usize,
+    wrote: bool,
+    lane: poseidon_core::LaneId,
     me: NodeId,
     cluster: Cluster,
     layers: Arc<[Layer]>,
@@ -75,6 +78,7 @@ const LAST_WORDS: Duration = Duration::from_secs(1);
 
 /// Everything a lane is made of.
 pub(crate) struct Parts {
+    pub(crate) lane: poseidon_core::LaneId,
     pub(crate) me: NodeId,
     pub(crate) cluster: Cluster,
     pub(crate) layers: Arc<[Layer]>,
@@ -92,7 +96,10 @@ impl Lane {
             peers[node.index()] = Some(Peer::new(node, link, now));
         }
         Self {
+            cursor: parts.me.index() + 1,
+            wrote: false,
             me: parts.me,
+            lane: parts.lane,
             cluster: parts.cluster,
             layers: parts.layers,
             holdings: parts.holdings,
@@ -124,9 +131,12 @@ impl Lane {
             Command::Send(_) if self.dying.is_some() => {}
             Command::Send(exchange) => {
                 let peers = &mut self.peers;
-                self.holdings.handle_send(exchange, |node, header, payload| {
+                let sent = self.holdings.handle_send(exchange, now, |node, header, payload| {
                     post(peers, node, &header, payload);
                 });
+                if let Err((chunk, violation)) = sent {
+                    self.die(self.own_fault(chunk, violation), now);
+                }
             }
             Command::Explain(layer, reply) => {
                 let awaited = self.holdings.awaited().filter(|(chunk, _)| chunk.layer == layer);
@@ -166,7 +176,8 @@ impl Lane {
     }
 
     fn serve(&mut self, now: Duration) -> Result<(), Error> {
-        self.flush(now)?;
+        self.wrote = false;
+        self.distribute(now)?;
         for node in 0..self.peers.len() {
             let Some(peer) = &mut self.peers[node] else { continue };
             if !peer.readable || peer.departed {
@@ -176,16 +187,12 @@ impl Lane {
             read.map_err(|fault| self.explain(NodeId(node as u16), fault))?;
             self.distribute(now)?;
         }
-        let worked = self.holdings.work(now).map_err(|(chunk, violation)| Error::Violation {
-            node: self.cluster.name(self.me),
-            layer: self.layer_name(chunk.layer),
-            chunk: chunk.index,
-            clock: self.holdings.clock(chunk.layer),
-            violation,
-        })?;
+        let worked = self.holdings.work(now);
+        let worked = worked.map_err(|(chunk, violation)| self.own_fault(chunk, violation))?;
         if worked {
             self.distribute(now)?;
         }
+        self.flush(now)?;
         if now >= self.next_tick {
             self.next_tick = now + TICK;
             self.tick(now)?;
@@ -199,14 +206,26 @@ impl Lane {
         let any = self.holdings.poll_completed(|node, header, payload| {
             post(peers, node, &header, payload);
         });
-        if any { self.flush(now) } else { Ok(()) }
+        let _ = any;
+        Ok(())
     }
 
     fn flush(&mut self, now: Duration) -> Result<(), Error> {
-        for node in 0..self.peers.len() {
+        let all = std::env::var("ONE").is_err();
+        let n = self.peers.len();
+        for k in 0..n {
+            let node = (self.cursor + k) % n;
             let Some(peer) = &mut self.peers[node] else { continue };
+            if !(peer.writable && peer.has_unsent()) {
+                continue;
+            }
             let wrote = peer.write(&mut self.holdings, &self.counters, now);
             wrote.map_err(|fault| self.explain(NodeId(node as u16), fault))?;
+            if !all {
+                self.cursor = node + 1;
+                self.wrote = true;
+                break;
+            }
         }
         Ok(())
     }
@@ -343,6 +362,17 @@ impl Lane {
         }
     }
 
+    /// This node's own worker has broken a rule its shard holds it to.
+    fn own_fault(&self, chunk: ChunkKey, violation: Violation) -> Error {
+        Error::Violation {
+            node: self.cluster.name(self.me),
+            layer: self.layer_name(chunk.layer),
+            chunk: chunk.index,
+            clock: self.holdings.clock(chunk.layer),
+            violation,
+        }
+    }
+
     fn layer_name(&self, layer: LayerId) -> String {
         let known = self.layers.get(layer.index());
         known.map_or_else(|| format!("#{layer}, which does not exist"), |l| l.name.clone())
@@ -365,6 +395,12 @@ pub(crate) fn run(
     epoch: Instant,
 ) {
     let board = lane.board.clone();
+    if let Ok(pin) = std::env::var("PIN") {
+        let mut set = rustix::thread::CpuSet::new();
+        let core = if pin == "lane" { lane.lane.index() % 2 } else { pin.parse().unwrap() };
+        set.set(core);
+        rustix::thread::sched_setaffinity(None, &set).unwrap();
+    }
     if let Err(source) = serve_events(&mut lane, &mut poll, mailbox, epoch) {
         board.fail(Error::Io { what: "waiting for links".into(), source: Arc::new(source) });
     }
@@ -391,7 +427,12 @@ fn serve_events(
             }
         }
         let timeout = match lane.turn(epoch.elapsed()) {
-            Next::Again => Duration::ZERO,
+            Next::Again => {
+                if lane.wrote && std::env::var("YIELD").is_ok() {
+                    std::thread::yield_now();
+                }
+                Duration::ZERO
+            }
             Next::Sleep(until) => until.saturating_sub(epoch.elapsed()),
             Next::Stop => return Ok(()),
         };

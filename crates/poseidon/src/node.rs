@@ -108,6 +108,7 @@ impl Node {
         for (lane, links) in book.cluster.lane_ids().zip(links) {
             let shard = Shard { node: config.node(), lane };
             let parts = Parts {
+                lane,
                 me: config.node(),
                 cluster: book.cluster.clone(),
                 layers: layers.clone(),

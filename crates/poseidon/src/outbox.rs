@@ -32,6 +32,8 @@ pub(crate) enum Payload {
     None,
     /// One chunk of what the training program lent.
     Gradient(Arc<Exchange>, Range<usize>),
+    /// One chunk of a shard's result, made in memory the training program of this node lent.
+    Update(Arc<Exchange>, Range<usize>),
     /// One chunk of a shard's result.
     Result(Arc<[f32]>),
     Text(Box<[u8]>),
@@ -39,7 +41,7 @@ pub(crate) enum Payload {
 
 /// Enough that short frames share a system call, little enough that an urgent one does not wait
 /// long behind a batch.
-const BATCH_BYTES: usize = 256 << 10;
+const BATCH_BYTES: usize = 64 << 10;
 const BATCH_FRAMES: usize = 16;
 
 impl Outbox {
@@ -109,7 +111,7 @@ impl Payload {
     fn bytes(&self) -> &[u8] {
         match self {
             Self::None => &[],
-            Self::Gradient(exchange, range) => {
+            Self::Gradient(exchange, range) | Self::Update(exchange, range) => {
                 // SAFETY: this lane owns the chunk, and is not writing to it while it sends it.
                 bytemuck::cast_slice(unsafe { exchange.gradient.chunk(range.clone()) })
             }

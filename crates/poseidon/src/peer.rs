@@ -1,15 +1,13 @@
 //! One lane's end of the link to another node: frames in, frames out.
 
-use crate::board::{Counters, Exchange};
-use crate::holdings::{Holdings, Landing};
+use crate::board::Counters;
+use crate::holdings::{Holdings, Landing, Lent};
 use crate::outbox::{Outbox, Payload};
 use poseidon_core::store::Contribution;
 use poseidon_core::wire::{Header, Kind, MAX_ABORT};
 use poseidon_core::{ChunkKey, NodeId, Violation};
 use poseidon_link::Link;
 use std::io::{self, IoSliceMut};
-use std::ops::Range;
-use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
@@ -36,14 +34,14 @@ enum State {
     Header,
     Sum {
         sum: Contribution,
+        lent: Option<Lent>,
         left: usize,
         /// Bytes of an `f32` that the network cut in two.
         carry: [u8; 4],
         carried: usize,
     },
     Result {
-        exchange: Arc<Exchange>,
-        range: Range<usize>,
+        lent: Lent,
         chunk: ChunkKey,
         done: usize,
     },
@@ -67,6 +65,9 @@ pub(crate) enum Fault {
 
 /// Bytes taken from one peer before the others get their turn.
 const READ_BUDGET: usize = 512 << 10;
+static WB: std::sync::LazyLock<usize> = std::sync::LazyLock::new(|| {
+    std::env::var("WB").ok().and_then(|v| v.parse().ok()).unwrap_or(1 << 30)
+});
 
 impl Peer {
     pub(crate) fn new(node: NodeId, link: Box<dyn Link>, now: Duration) -> Self {
@@ -108,7 +109,8 @@ impl Peer {
         counters: &Counters,
         now: Duration,
     ) -> Result<(), Fault> {
-        while self.writable && !self.outbox.is_empty() {
+        let mut budget = *WB as isize;
+        while self.writable && !self.outbox.is_empty() && budget > 0 {
             let link = &mut self.link;
             let mut frames = 0;
             let wrote = self.outbox.write(
@@ -120,6 +122,7 @@ impl Peer {
             );
             match wrote {
                 Ok((bytes, all)) => {
+                    budget -= bytes as isize;
                     counters.bytes_sent.fetch_add(bytes as u64, Ordering::Relaxed);
                     counters.frames_sent.fetch_add(frames, Ordering::Relaxed);
                     self.spoke = now;
@@ -181,7 +184,7 @@ impl Peer {
         };
         let (payload, header, drained) = match &mut self.state {
             State::Header => read(&mut *self.link, &mut [], true)?,
-            State::Sum { sum, left, carry, carried } => {
+            State::Sum { sum, lent, left, carry, carried } => {
                 let bytes: &mut [u8] = bytemuck::cast_slice_mut(scratch);
                 bytes[..*carried].copy_from_slice(&carry[..*carried]);
                 let room = (bytes.len() - *carried).min(*left);
@@ -191,14 +194,11 @@ impl Peer {
                 let have = *carried + payload;
                 *carried = have % size_of::<f32>();
                 carry[..*carried].copy_from_slice(&bytes[have - *carried..have]);
-                holdings.handle_piece(sum, &scratch[..have / size_of::<f32>()]);
+                holdings.handle_piece(sum, lent, &scratch[..have / size_of::<f32>()]);
                 (payload, header, drained)
             }
-            State::Result { exchange, range, done, .. } => {
-                // SAFETY: the chunk belongs to this lane, and the server answers only after it has
-                // read this worker's contribution to its end.
-                let result = unsafe { exchange.result().chunk_mut(range.clone()) };
-                let bytes: &mut [u8] = bytemuck::cast_slice_mut(result);
+            State::Result { lent, done, .. } => {
+                let bytes: &mut [u8] = bytemuck::cast_slice_mut(lent.result());
                 let (payload, header, drained) = read(&mut *self.link, &mut bytes[*done..], true)?;
                 *done += payload;
                 (payload, header, drained)
@@ -234,15 +234,15 @@ impl Peer {
                 return Ok(true);
             }
             State::Sum { left, .. } => *left == 0,
-            State::Result { range, done, .. } => *done == range.len() * size_of::<f32>(),
+            State::Result { lent, done, .. } => *done == lent.range.len() * size_of::<f32>(),
             State::Abort { text, done } => *done == text.len(),
         };
         if complete {
             match std::mem::replace(&mut self.state, State::Header) {
-                State::Sum { sum, .. } => holdings.handle_contributed(sum),
-                State::Result { exchange, chunk, .. } => {
+                State::Sum { sum, lent, .. } => holdings.handle_contributed(sum, lent),
+                State::Result { lent, chunk, .. } => {
                     // Let go first: the session takes the memory back when the layer is done.
-                    drop(exchange);
+                    drop(lent);
                     holdings.handle_landed(chunk);
                 }
                 State::Abort { text, .. } => {
@@ -270,12 +270,10 @@ impl Peer {
                 let landing =
                     holdings.open(header, now).map_err(|v| Fault::Violation(*header, v))?;
                 self.state = match landing {
-                    Landing::Sum(sum) => {
-                        State::Sum { sum, left: length, carry: [0; 4], carried: 0 }
+                    Landing::Sum { sum, lent } => {
+                        State::Sum { sum, lent, left: length, carry: [0; 4], carried: 0 }
                     }
-                    Landing::Result { exchange, range } => {
-                        State::Result { exchange, range, chunk: header.chunk, done: 0 }
-                    }
+                    Landing::Result(lent) => State::Result { lent, chunk: header.chunk, done: 0 },
                 };
             }
             Kind::Heartbeat | Kind::Bye if length > 0 => {

@@ -23,8 +23,16 @@ fn header(kind: Kind, worker: u16, clock: u64, len: usize) -> Header {
 fn push(store: &mut Store, worker: u16, clock: u64, values: &[f32]) -> Option<Completed> {
     let header = header(Kind::Push, worker, clock, values.len());
     let mut sum = store.handle_push(&header, Duration::ZERO).unwrap();
-    store.handle_piece(&mut sum, values);
-    store.handle_contributed(sum)
+    store.handle_piece(&mut sum, values, None);
+    store.handle_contributed(sum, None)
+}
+
+/// The result of a chunk nobody lent memory for.
+fn held(completed: Option<Completed>) -> Arc<[f32]> {
+    match completed.expect("the chunk is complete").result {
+        Outcome::Held(result) => result,
+        Outcome::Lent => panic!("nobody lent memory"),
+    }
 }
 
 #[test]
@@ -36,8 +44,9 @@ fn a_chunk_goes_out_when_its_count_equals_the_number_of_workers() {
         assert!(push(&mut store, 0, clock, &[10.0 * c; 4]).is_none());
         let done = push(&mut store, 1, clock, &[100.0 * c; 4]).unwrap();
         assert_eq!((done.key, done.clock), (KEY, Clock(clock)));
-        assert_eq!(&done.result[..], [111.0 * c; 4]);
-        store.release(done.result);
+        let result = held(Some(done));
+        assert_eq!(&result[..], [111.0 * c; 4]);
+        store.release(result);
     }
     assert_eq!(store.bytes(), 16, "one recycled buffer serves every clock");
 }
@@ -46,7 +55,7 @@ fn a_chunk_goes_out_when_its_count_equals_the_number_of_workers() {
 fn a_fast_worker_does_not_disturb_a_result_that_is_still_being_sent() {
     let mut store = store(2, 2, SUM, Order::Arrival);
     push(&mut store, 0, 1, &[1.0, 1.0]);
-    let first = push(&mut store, 1, 1, &[2.0, 2.0]).unwrap().result;
+    let first = held(push(&mut store, 1, 1, &[2.0, 2.0]));
     push(&mut store, 0, 2, &[9.0, 9.0]);
     assert_eq!(&first[..], [3.0, 3.0]);
 }
@@ -57,17 +66,41 @@ fn server_side_sgd_starts_from_worker_zeros_values() {
     let early = store.handle_push(&header(Kind::Push, 0, 1, 2), Duration::ZERO);
     assert_eq!(early.unwrap_err(), Violation::NotInitialised);
     let ready = store.handle_push(&header(Kind::Init, 1, 0, 0), Duration::ZERO).unwrap();
-    assert!(store.handle_contributed(ready).is_none());
+    assert!(store.handle_contributed(ready, None).is_none());
     let mut init = store.handle_push(&header(Kind::Init, 0, 0, 2), Duration::ZERO).unwrap();
-    store.handle_piece(&mut init, &[1.0, 2.0]);
-    let initial = store.handle_contributed(init).unwrap();
-    assert_eq!((&initial.result[..], initial.clock), (&[1.0, 2.0][..], Clock(0)));
+    store.handle_piece(&mut init, &[1.0, 2.0], None);
+    let initial = store.handle_contributed(init, None).unwrap();
+    assert_eq!(initial.clock, Clock(0));
+    let initial = held(Some(initial));
+    assert_eq!(&initial[..], [1.0, 2.0]);
 
     push(&mut store, 0, 1, &[1.0, 0.0]);
-    let stepped = push(&mut store, 1, 1, &[3.0, 4.0]).unwrap();
-    assert_eq!(&stepped.result[..], [1.0 - 0.5 * 2.0, 2.0 - 0.5 * 2.0]);
+    let stepped = held(push(&mut store, 1, 1, &[3.0, 4.0]));
+    assert_eq!(&stepped[..], [1.0 - 0.5 * 2.0, 2.0 - 0.5 * 2.0]);
     // A link still holds the initial values: the step must not have changed them under it.
-    assert_eq!(&initial.result[..], [1.0, 2.0]);
+    assert_eq!(&initial[..], [1.0, 2.0]);
+}
+
+#[test]
+fn a_worker_that_is_first_lends_its_memory_for_the_sum() {
+    let mut store = store(2, 2, Optimizer::default(), Order::Arrival);
+    let mut memory = [1.0, 2.0];
+    let own = header(Kind::Push, 1, 1, 2);
+    let loan = store.handle_loan(&own, Duration::ZERO).unwrap().expect("nobody was first");
+    assert!(loan.is_lent());
+    assert!(store.handle_contributed(loan, Some(&mut memory)).is_none());
+    let mut sum = store.handle_push(&header(Kind::Push, 0, 1, 2), Duration::ZERO).unwrap();
+    assert!(sum.is_lent());
+    store.handle_piece(&mut sum, &[10.0], Some(&mut memory));
+    store.handle_piece(&mut sum, &[20.0], Some(&mut memory));
+    let done = store.handle_contributed(sum, Some(&mut memory)).unwrap();
+    assert!(matches!(done.result, Outcome::Lent));
+    assert_eq!(memory, [5.5, 11.0], "the mean, in place");
+
+    push(&mut store, 0, 2, &[1.0, 1.0]);
+    let late = Header { clock: Clock(2), ..own };
+    assert!(store.handle_loan(&late, Duration::ZERO).unwrap().is_none(), "others were first");
+    assert_eq!(&held(push(&mut store, 1, 2, &[3.0, 3.0]))[..], [2.0, 2.0]);
 }
 
 #[test]
@@ -98,8 +131,8 @@ fn a_stall_names_the_chunk_the_clock_and_who_is_missing() {
     assert_eq!(store.poll_stalled(Duration::from_secs(99), limit), None);
     let opened = Duration::from_secs(100);
     let mut sum = store.handle_push(&header(Kind::Push, 1, 1, 2), opened).unwrap();
-    store.handle_piece(&mut sum, &[0.0; 2]);
-    store.handle_contributed(sum);
+    store.handle_piece(&mut sum, &[0.0; 2], None);
+    store.handle_contributed(sum, None);
     assert_eq!(store.poll_stalled(Duration::from_secs(104), limit), None);
     let stall = store.poll_stalled(Duration::from_secs(106), limit).unwrap();
     assert_eq!((stall.key, stall.clock), (KEY, Clock(1)));
@@ -138,15 +171,15 @@ proptest! {
             let at = turns.next().unwrap() % open.len();
             let (sum, left) = &mut open[at];
             let (piece, rest) = left.split_at(cuts.next().unwrap().min(left.len()));
-            store.handle_piece(sum, piece);
+            store.handle_piece(sum, piece, None);
             *left = rest;
             if rest.is_empty() {
                 let (sum, _) = open.swap_remove(at);
-                result = store.handle_contributed(sum);
+                result = store.handle_contributed(sum, None);
             }
         }
         let expected: Vec<f32> =
             (0..len).map(|i| values[1..].iter().fold(values[0][i], |s, v| s + v[i])).collect();
-        prop_assert_eq!(&result.unwrap().result[..], &expected[..]);
+        prop_assert_eq!(&held(result)[..], &expected[..]);
     }
 }
