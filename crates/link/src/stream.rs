@@ -124,8 +124,8 @@ pub(crate) fn socket_for(address: &SockAddr) -> io::Result<Socket> {
         }
         None => Socket::new(Domain::UNIX, Type::STREAM, None)?,
     };
-    let sb: usize = std::env::var("SB").ok().and_then(|v| v.parse().ok()).unwrap_or(SOCKET_BUFFER); if sb > 0 { socket.set_send_buffer_size(sb)?;
-    socket.set_recv_buffer_size(sb)?; }
+    socket.set_send_buffer_size(SOCKET_BUFFER)?;
+    socket.set_recv_buffer_size(SOCKET_BUFFER)?;
     Ok(socket)
 }
 

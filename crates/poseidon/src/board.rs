@@ -1,32 +1,10 @@
 //! Where lanes tell the training program what is done, and what went wrong.
 
-use crate::{Buffer, Error};
-use poseidon_core::wire::Kind;
-use poseidon_core::{Clock, LayerId};
+use crate::Error;
+use poseidon_core::LayerId;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Condvar, Mutex, OnceLock, PoisonError};
 use std::time::Instant;
-
-/// One layer's memory while it is in flight. The session and the lanes share it.
-#[derive(Debug)]
-pub(crate) struct Exchange {
-    pub(crate) layer: LayerId,
-    pub(crate) clock: Clock,
-    pub(crate) kind: Kind,
-    /// The step's learning rate.
-    pub(crate) rate: f32,
-    /// What this worker contributes. The result overwrites it unless there is a destination: a
-    /// chunk's result comes only after its contribution has been used.
-    pub(crate) gradient: Buffer,
-    pub(crate) destination: Option<Buffer>,
-}
-
-impl Exchange {
-    /// Where results go.
-    pub(crate) fn result(&self) -> &Buffer {
-        self.destination.as_ref().unwrap_or(&self.gradient)
-    }
-}
 
 /// Progress of all layers of a node, and its failure if it has one.
 #[derive(Debug)]

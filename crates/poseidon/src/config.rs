@@ -32,6 +32,8 @@ pub struct Config {
     pub address: Option<String>,
     /// What may carry links.
     pub carrier: Carriers,
+    /// Whether lanes may be kept on one core each, where several nodes share a host.
+    pub pin: bool,
     /// The job's name: nodes of another job are turned away.
     pub cluster: String,
     /// What nodes prove to each other that they know.
@@ -76,10 +78,11 @@ impl Config {
     /// | `POSEIDON_COORDINATOR` | `host:port`, instead of the above |
     /// | `POSEIDON_SERVERS` | `colocated` (default), a number of dedicated servers, `colocated+N` |
     /// | `POSEIDON_SERVER` | this process is the dedicated server of this index |
-    /// | `POSEIDON_LANES` | threads per node (default: cores / 2 / processes on the host, 1 to 8) |
+    /// | `POSEIDON_LANES` | threads per node (default: half the cores, at least 2 if there are two, at most 8) |
     /// | `POSEIDON_SECRET`, `POSEIDON_SECRET_FILE` | the cluster secret; default: a file made in the user's configuration folder |
     /// | `POSEIDON_ADDRESS` | address or interface to listen on |
     /// | `POSEIDON_LINK` | `auto`, `tcp`, `unix` |
+    /// | `POSEIDON_PIN` | `0`: never keep lanes on one core each, not even where nodes share a host |
     /// | `POSEIDON_CLUSTER` | the job's name |
     /// | `POSEIDON_TIMEOUT`, `POSEIDON_CONNECT_TIMEOUT`, `POSEIDON_SILENCE` | seconds |
     pub fn from_env() -> Result<Self, Error> {
@@ -106,12 +109,13 @@ impl Config {
             member,
             workers: place.workers,
             servers,
-            lanes: env.parse("POSEIDON_LANES")?.unwrap_or_else(|| default_lanes(place.local)),
+            lanes: env.parse("POSEIDON_LANES")?.unwrap_or_else(default_lanes),
             serves_coordinator: member == Member::Worker(0) && !served,
             cluster: env.0("POSEIDON_CLUSTER").unwrap_or(place.job),
             coordinator,
             address: env.0("POSEIDON_ADDRESS"),
             carrier: env.parse("POSEIDON_LINK")?.unwrap_or_default(),
+            pin: env.0("POSEIDON_PIN").is_none_or(|v| v != "0"),
             secret: env.secret()?,
             connect_timeout: seconds("POSEIDON_CONNECT_TIMEOUT", 60)?,
             timeout: seconds("POSEIDON_TIMEOUT", 300)?,
@@ -127,11 +131,12 @@ impl Config {
             member: Member::Worker(0),
             workers: 1,
             servers: Servers::Colocated,
-            lanes: default_lanes(1),
+            lanes: default_lanes(),
             coordinator: "127.0.0.1:0".into(),
             serves_coordinator: true,
             address: None,
             carrier: Carriers::Auto,
+            pin: true,
             cluster: "alone".into(),
             secret,
             connect_timeout: Duration::from_secs(60),
@@ -199,10 +204,11 @@ impl fmt::Display for Carriers {
     }
 }
 
-/// Half the cores for the lanes, half for computing, shared by the processes on the host.
-fn default_lanes(local_processes: u16) -> u16 {
+/// Half the cores for the lanes, half for computing; but two where there are two, because a lane
+/// can saturate a core. Processes that share a host also share the cores of their lanes.
+fn default_lanes() -> u16 {
     let cores = std::thread::available_parallelism().map_or(1, |n| n.get());
-    (cores / 2 / usize::from(local_processes.max(1))).clamp(1, 8) as u16
+    (cores / 2).clamp(cores.min(2), 8) as u16
 }
 
 struct Env<'a>(&'a dyn Fn(&str) -> Option<String>);
@@ -211,8 +217,6 @@ struct Env<'a>(&'a dyn Fn(&str) -> Option<String>);
 struct Place {
     rank: u16,
     workers: u16,
-    /// Processes of the job on this host.
-    local: u16,
     /// The error is for when nothing else says where the coordinator is.
     coordinator: Result<String, Error>,
     job: String,
@@ -234,17 +238,16 @@ impl Env<'_> {
             let server = self.0("POSEIDON_SERVER").is_some();
             let rank = if server { 0 } else { self.need("RANK", "WORLD_SIZE")? };
             let workers = self.need("WORLD_SIZE", "WORLD_SIZE")?;
-            let local = self.parse("LOCAL_WORLD_SIZE")?.unwrap_or(1);
             let job = self.0("TORCHELASTIC_RUN_ID").unwrap_or_else(|| "torchrun".into());
-            return Ok(Place { rank, workers, local, coordinator: self.beside_master(), job });
+            return Ok(Place { rank, workers, coordinator: self.beside_master(), job });
         }
         if self.0("OMPI_COMM_WORLD_RANK").is_some() {
             let rank = self.need("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_RANK")?;
             let workers = self.need("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK")?;
-            let local = self.need("OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_COMM_WORLD_RANK")?;
+            let local: u16 = self.need("OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_COMM_WORLD_RANK")?;
             let job = self.0("PMIX_NAMESPACE").unwrap_or_else(|| "openmpi".into());
             let host = if local == workers { Some("127.0.0.1".into()) } else { self.mpirun_host() };
-            return Ok(Place { rank, workers, local, coordinator: self.on_host(host, &job), job });
+            return Ok(Place { rank, workers, coordinator: self.on_host(host, &job), job });
         }
         if self.0("SLURM_PROCID").is_some() && self.0("SLURM_STEP_ID").is_some() {
             let rank = self.need("SLURM_PROCID", "SLURM_PROCID")?;
@@ -255,14 +258,13 @@ impl Env<'_> {
             let list = self.0("SLURM_STEP_NODELIST").or_else(|| self.0("SLURM_JOB_NODELIST"));
             let host =
                 if nodes == 1 { Some("127.0.0.1".into()) } else { list.map(|l| first_host(&l)) };
-            let local = workers.div_ceil(nodes);
-            return Ok(Place { rank, workers, local, coordinator: self.on_host(host, &job), job });
+            return Ok(Place { rank, workers, coordinator: self.on_host(host, &job), job });
         }
         if self.0("RANK").is_some() {
             return Err(Error::Config("RANK is set but WORLD_SIZE is not".into()));
         }
         let coordinator = Ok("127.0.0.1:0".into());
-        Ok(Place { rank: 0, workers: 1, local: 1, coordinator, job: "alone".into() })
+        Ok(Place { rank: 0, workers: 1, coordinator, job: "alone".into() })
     }
 
     /// torchrun's own store listens on `MASTER_PORT`: the coordinator takes the port after it.
@@ -380,7 +382,6 @@ mod tests {
         let env = [
             ("RANK", "3"),
             ("WORLD_SIZE", "4"),
-            ("LOCAL_WORLD_SIZE", "2"),
             ("MASTER_ADDR", "node7"),
             ("MASTER_PORT", "29500"),
         ];

@@ -3,7 +3,8 @@
 //! Knows nothing of links: frames come in through `open` and `handle_*`, and go out through the
 //! closures given to `handle_send` and `poll_completed`.
 
-use crate::board::{Board, Exchange};
+use crate::board::Board;
+use crate::exchange::{Exchange, Lent};
 use crate::outbox::Payload;
 use poseidon_core::store::{Completed, Contribution, Outcome, Stall};
 use poseidon_core::wire::{Header, Kind};
@@ -38,13 +39,6 @@ pub(crate) enum Landing {
     Result(Lent),
 }
 
-/// One chunk of the training program's memory.
-#[derive(Debug)]
-pub(crate) struct Lent {
-    pub(crate) exchange: Arc<Exchange>,
-    pub(crate) range: Range<usize>,
-}
-
 impl Holdings {
     pub(crate) fn new(
         me: Shard,
@@ -77,11 +71,6 @@ impl Holdings {
     ) -> Result<(), (ChunkKey, Violation)> {
         let layer = exchange.layer;
         let parts = self.syncers[layer.index()].handle_send(exchange.clock);
-        if parts.is_empty() {
-            drop(exchange);
-            self.board.finish_part(layer);
-            return Ok(());
-        }
         for part in parts {
             let header = contribution(self.me, part.key, &part.range, &exchange);
             if part.server == self.me {
@@ -89,7 +78,10 @@ impl Holdings {
             } else {
                 let payload = match header.length {
                     0 => Payload::None,
-                    _ => Payload::Gradient(exchange.clone(), part.range.clone()),
+                    _ => Payload::Gradient(Lent {
+                        exchange: exchange.clone(),
+                        range: part.range.clone(),
+                    }),
                 };
                 send(part.server, header, payload);
             }
@@ -157,8 +149,7 @@ impl Holdings {
     }
 
     /// Gives `send` an update for every other worker, for every chunk that has become complete.
-    pub(crate) fn poll_completed(&mut self, mut send: impl FnMut(NodeId, Header, Payload)) -> bool {
-        let any = !self.completed.is_empty();
+    pub(crate) fn poll_completed(&mut self, mut send: impl FnMut(NodeId, Header, Payload)) {
         while let Some(Completed { key, clock, result }) = self.completed.pop() {
             let layer = key.layer.index();
             let lent = self.lent(key);
@@ -174,7 +165,8 @@ impl Holdings {
                     (Outcome::Held(values), _) => Payload::Result(values.clone()),
                     (Outcome::Lent, Some(lent)) => {
                         self.unsent[layer] += 1;
-                        Payload::Update(lent.exchange.clone(), lent.range.clone())
+                        let (exchange, range) = (lent.exchange.clone(), lent.range.clone());
+                        Payload::Update(Lent { exchange, range })
                     }
                     (Outcome::Lent, None) => Payload::None,
                 };
@@ -189,16 +181,15 @@ impl Holdings {
                 self.release(values);
             }
         }
-        any
     }
 
     /// A link has taken the whole of a frame.
     pub(crate) fn sent(&mut self, payload: Payload) {
         match payload {
             Payload::Result(result) => self.release(result),
-            Payload::Update(exchange, _) => {
-                let layer = exchange.layer;
-                drop(exchange);
+            Payload::Update(lent) => {
+                let layer = lent.exchange.layer;
+                drop(lent);
                 self.unsent[layer.index()] -= 1;
                 self.finish_if_done(layer);
             }
@@ -235,12 +226,12 @@ impl Holdings {
     }
 
     fn contribute_own(&mut self, chunk: ChunkKey, now: Duration) -> Result<(), Violation> {
-        let Some(mut lent) = self.lent(chunk) else { return Ok(()) };
+        let Some(lent) = self.lent(chunk) else { return Ok(()) };
         let header = contribution(self.me, chunk, &lent.range, &lent.exchange);
         let store = self.store.as_mut().ok_or(Violation::UnknownChunk)?;
         let mut sum = store.handle_push(&header, now)?;
         if header.length > 0 {
-            store.handle_piece(&mut sum, lent.sum(), None);
+            store.handle_piece(&mut sum, lent.gradient(), None);
         }
         self.completed.extend(store.handle_contributed(sum, None));
         Ok(())
@@ -266,34 +257,6 @@ impl Holdings {
     fn release(&mut self, result: Arc<[f32]>) {
         if let Some(store) = &mut self.store {
             store.release(result);
-        }
-    }
-}
-
-impl Lent {
-    /// What this worker contributes, and where sums of its own chunks are made.
-    fn sum(&mut self) -> &mut [f32] {
-        // SAFETY: the chunk belongs to this lane, which holds one slice of it at a time.
-        unsafe { self.exchange.gradient.chunk_mut(self.range.clone()) }
-    }
-
-    /// Where its result goes.
-    pub(crate) fn result(&mut self) -> &mut [f32] {
-        // SAFETY: as for `sum`.
-        unsafe { self.exchange.result().chunk_mut(self.range.clone()) }
-    }
-
-    /// Puts the result of one of this node's own chunks where the training program wants it.
-    fn land(mut self, result: &Outcome) {
-        match result {
-            Outcome::Held(values) => self.result().copy_from_slice(values),
-            Outcome::Lent if self.exchange.destination.is_some() => {
-                let exchange = self.exchange.clone();
-                // SAFETY: as for `sum`; gradient and destination are two buffers.
-                let sum = unsafe { exchange.gradient.chunk(self.range.clone()) };
-                self.result().copy_from_slice(sum);
-            }
-            Outcome::Lent => {}
         }
     }
 }

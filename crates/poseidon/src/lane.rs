@@ -4,13 +4,15 @@
 //! [`run`] is the thread: epoll, a mailbox, the clock.
 
 use crate::Error;
-use crate::board::{Board, Counters, Exchange};
+use crate::board::{Board, Counters};
+use crate::exchange::Exchange;
 use crate::holdings::Holdings;
 use crate::outbox::Payload;
 use crate::peer::{Fault, Peer};
 use poseidon_core::wire::{Header, Kind, MAX_ABORT};
 use poseidon_core::{ChunkKey, Clock, Cluster, Layer, LayerId, NodeId, Violation};
 use poseidon_link::Link;
+use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 use std::io;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, SyncSender, TryRecvError};
@@ -38,9 +40,6 @@ pub(crate) enum Command {
 }
 
 pub(crate) struct Lane {
-    cursor: usize,
-    wrote: bool,
-    lane: poseidon_core::LaneId,
     me: NodeId,
     cluster: Cluster,
     layers: Arc<[Layer]>,
@@ -52,6 +51,8 @@ pub(crate) struct Lane {
     counters: Arc<Counters>,
     limits: Limits,
     next_tick: Duration,
+    /// The peer that is written to first, next time.
+    turn: usize,
     finishing: bool,
     /// The job has failed; only goodbyes are still written, until then.
     dying: Option<Duration>,
@@ -71,6 +72,8 @@ pub(crate) enum Next {
 /// Scratch of 128 KiB: half of the second-level cache of small machines, and past the size where
 /// longer reads make the kernel any faster (`bench/runs`, exchange).
 const SCRATCH: usize = (128 << 10) / size_of::<f32>();
+/// What a lane writes before it looks at what has come in.
+const BURST: usize = 256 << 10;
 const TICK: Duration = Duration::from_millis(500);
 const HEARTBEAT: Duration = Duration::from_secs(2);
 /// How long a failed lane goes on writing its reason to the others.
@@ -78,7 +81,6 @@ const LAST_WORDS: Duration = Duration::from_secs(1);
 
 /// Everything a lane is made of.
 pub(crate) struct Parts {
-    pub(crate) lane: poseidon_core::LaneId,
     pub(crate) me: NodeId,
     pub(crate) cluster: Cluster,
     pub(crate) layers: Arc<[Layer]>,
@@ -96,10 +98,7 @@ impl Lane {
             peers[node.index()] = Some(Peer::new(node, link, now));
         }
         Self {
-            cursor: parts.me.index() + 1,
-            wrote: false,
             me: parts.me,
-            lane: parts.lane,
             cluster: parts.cluster,
             layers: parts.layers,
             holdings: parts.holdings,
@@ -109,6 +108,8 @@ impl Lane {
             counters: parts.counters,
             limits: parts.limits,
             next_tick: now + TICK,
+            // Everybody starts with somebody else, so that no node is flooded by all the others.
+            turn: parts.me.index() + 1,
             finishing: false,
             dying: None,
         }
@@ -176,23 +177,18 @@ impl Lane {
     }
 
     fn serve(&mut self, now: Duration) -> Result<(), Error> {
-        self.wrote = false;
-        self.distribute(now)?;
         for node in 0..self.peers.len() {
             let Some(peer) = &mut self.peers[node] else { continue };
-            if !peer.readable || peer.departed {
-                continue;
+            if peer.readable && !peer.departed {
+                let read = peer.read(&mut self.holdings, &mut self.scratch, &self.counters, now);
+                read.map_err(|fault| self.explain(NodeId(node as u16), fault))?;
             }
-            let read = peer.read(&mut self.holdings, &mut self.scratch, &self.counters, now);
-            read.map_err(|fault| self.explain(NodeId(node as u16), fault))?;
-            self.distribute(now)?;
         }
         let worked = self.holdings.work(now);
-        let worked = worked.map_err(|(chunk, violation)| self.own_fault(chunk, violation))?;
-        if worked {
-            self.distribute(now)?;
-        }
-        self.flush(now)?;
+        worked.map_err(|(chunk, violation)| self.own_fault(chunk, violation))?;
+        let peers = &mut self.peers;
+        self.holdings.poll_completed(|node, header, payload| post(peers, node, &header, payload));
+        self.write_burst(now)?;
         if now >= self.next_tick {
             self.next_tick = now + TICK;
             self.tick(now)?;
@@ -200,30 +196,18 @@ impl Lane {
         Ok(())
     }
 
-    /// Sends out chunks that have just become complete, while they are in cache.
-    fn distribute(&mut self, now: Duration) -> Result<(), Error> {
-        let peers = &mut self.peers;
-        let any = self.holdings.poll_completed(|node, header, payload| {
-            post(peers, node, &header, payload);
-        });
-        let _ = any;
-        Ok(())
-    }
-
-    fn flush(&mut self, now: Duration) -> Result<(), Error> {
-        let all = std::env::var("ONE").is_err();
-        let n = self.peers.len();
-        for k in 0..n {
-            let node = (self.cursor + k) % n;
+    /// Writes to the peers in turn until a burst is out. Reading comes first and writing goes on
+    /// next time: what is on its way between two nodes of one host then stays in the cache.
+    fn write_burst(&mut self, now: Duration) -> Result<(), Error> {
+        let nodes = self.peers.len();
+        let mut left = BURST;
+        for node in (0..nodes).map(|i| (self.turn + i) % nodes) {
             let Some(peer) = &mut self.peers[node] else { continue };
-            if !(peer.writable && peer.has_unsent()) {
-                continue;
-            }
             let wrote = peer.write(&mut self.holdings, &self.counters, now);
-            wrote.map_err(|fault| self.explain(NodeId(node as u16), fault))?;
-            if !all {
-                self.cursor = node + 1;
-                self.wrote = true;
+            let wrote = wrote.map_err(|fault| self.explain(NodeId(node as u16), fault))?;
+            left = left.saturating_sub(wrote);
+            if left == 0 {
+                self.turn = node + 1;
                 break;
             }
         }
@@ -305,21 +289,24 @@ impl Lane {
         self.board.fail(error);
         let header = Header::bare(Kind::Abort, self.me, reason.len() as u32);
         for peer in self.peers.iter_mut().flatten() {
+            peer.drop_unsent();
             peer.send(&header, Payload::Text(reason.as_bytes().into()));
         }
         self.dying = Some(now + LAST_WORDS);
     }
 
+    /// Writes the reason to everybody, then waits for them to close: a connection that is dropped
+    /// with something unread in it may take with it what it has still to deliver.
     fn speak_last_words(&mut self, now: Duration, end: Duration) -> Next {
-        let mut unsaid = false;
         for slot in &mut self.peers {
             let Some(peer) = slot else { continue };
-            match peer.write(&mut self.holdings, &self.counters, now) {
-                Ok(()) => unsaid |= peer.has_unsent(),
-                Err(_) => *slot = None,
+            let said = peer.write(&mut self.holdings, &self.counters, now);
+            if said.is_err() || (!peer.has_unsent() && peer.drain(&mut self.scratch)) {
+                *slot = None;
             }
         }
-        if unsaid && now < end { Next::Sleep(end) } else { Next::Stop }
+        let waiting = self.peers.iter().any(Option::is_some);
+        if waiting && now < end { Next::Sleep(end) } else { Next::Stop }
     }
 
     fn explain(&self, node: NodeId, fault: Fault) -> Error {
@@ -387,22 +374,39 @@ fn post(peers: &mut [Option<Peer>], node: NodeId, header: &Header, payload: Payl
 /// The token of a lane's mailbox; links have their node's id.
 pub(crate) const MAILBOX: mio::Token = mio::Token(usize::MAX);
 
-/// Runs `lane` until it stops: the body of its thread.
+/// Runs `lane` until it stops: the body of its thread. `core` is where it stays, if it shares that
+/// core with the same lane of other nodes on this host: what one of them sends, the next one to run
+/// receives, from the cache it was written to.
 pub(crate) fn run(
     mut lane: Lane,
     mut poll: mio::Poll,
     mailbox: &Receiver<Command>,
     epoch: Instant,
+    core: Option<usize>,
 ) {
-    let board = lane.board.clone();
-    if let Ok(pin) = std::env::var("PIN") {
-        let mut set = rustix::thread::CpuSet::new();
-        let core = if pin == "lane" { lane.lane.index() % 2 } else { pin.parse().unwrap() };
-        set.set(core);
-        rustix::thread::sched_setaffinity(None, &set).unwrap();
+    if let Some(core) = core {
+        stay_on(core);
     }
-    if let Err(source) = serve_events(&mut lane, &mut poll, mailbox, epoch) {
+    let board = lane.board.clone();
+    if let Err(source) = serve_events(&mut lane, &mut poll, mailbox, epoch, core.is_some()) {
         board.fail(Error::Io { what: "waiting for links".into(), source: Arc::new(source) });
+    }
+}
+
+/// The cores this process may use.
+pub(crate) fn cores() -> Vec<usize> {
+    let allowed = sched_getaffinity(None);
+    allowed.map_or_else(
+        |_| Vec::new(),
+        |set| (0..CpuSet::MAX_CPU).filter(|&c| set.is_set(c)).collect(),
+    )
+}
+
+fn stay_on(core: usize) {
+    let mut set = CpuSet::new();
+    set.set(core);
+    if let Err(error) = sched_setaffinity(None, &set) {
+        tracing::debug!(core, %error, "a lane could not be kept on its core");
     }
 }
 
@@ -411,6 +415,7 @@ fn serve_events(
     poll: &mut mio::Poll,
     mailbox: &Receiver<Command>,
     epoch: Instant,
+    shares_core: bool,
 ) -> io::Result<()> {
     for peer in lane.peers() {
         let token = mio::Token(peer.node().index());
@@ -428,7 +433,8 @@ fn serve_events(
         }
         let timeout = match lane.turn(epoch.elapsed()) {
             Next::Again => {
-                if lane.wrote && std::env::var("YIELD").is_ok() {
+                if shares_core {
+                    // Those who were just written to read while it is in the cache.
                     std::thread::yield_now();
                 }
                 Duration::ZERO

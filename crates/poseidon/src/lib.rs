@@ -26,7 +26,8 @@
 //! * [`config`]: who am I, where is everybody: the only reader of the environment.
 //! * [`coordinator`]: rendezvous and the information book.
 //! * [`buffer`]: memory lent to the lanes while a layer is in flight.
-//! * `node`, `lane`, `outbox`: one process, its threads, and what each sends next.
+//! * `node`, `lane`: one process and its threads. `holdings`: what a lane holds; `peer`, `outbox`: its
+//!   links, and what it sends next.
 
 pub mod buffer;
 pub mod config;
@@ -36,6 +37,7 @@ pub mod session;
 mod board;
 mod book;
 mod error;
+mod exchange;
 mod holdings;
 mod lane;
 mod node;

@@ -5,14 +5,15 @@ use crate::board::{Board, Counters};
 use crate::book::{Book, Job, NodeFacts};
 use crate::config::{Carriers, Config};
 use crate::coordinator::{self, Coordinator, Join};
+use crate::exchange::Exchange;
 use crate::holdings::Holdings;
 use crate::lane::{self, Command, Lane, Limits, MAILBOX, Parts};
 use poseidon_core::wire::{Hello, Purpose, Status};
-use poseidon_core::{Cluster, LaneId, Layer, NodeId, Plan, Shard, Store};
+use poseidon_core::{Cluster, LaneId, Layer, LayerId, NodeId, Plan, Shard, Store};
 use poseidon_link::{
     Address, Caller, Credentials, Link, Listener, Serving, Stream, address, connect,
 };
-use std::collections::{BTreeMap, HashSet};
+use std::collections::{BTreeMap, BTreeSet, HashSet};
 use std::net::{IpAddr, Ipv4Addr, ToSocketAddrs};
 use std::sync::atomic::Ordering;
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
@@ -27,6 +28,8 @@ pub(crate) struct Node {
     pub(crate) board: Arc<Board>,
     counters: Arc<Counters>,
     lanes: Vec<LaneHandle>,
+    /// Layer → the lanes that hold chunks of it: only they are woken for it.
+    lanes_of: Vec<Vec<LaneId>>,
     /// Turns strangers away for as long as the node lives.
     _serving: Serving,
     _coordinator: Option<Coordinator>,
@@ -102,13 +105,14 @@ impl Node {
             board: board.clone(),
             counters: counters.clone(),
             lanes: Vec::new(),
+            lanes_of: lanes_of(&plan),
             _serving: serving,
             _coordinator: coordinator,
         };
+        let cores = cores_to_share(config, &book);
         for (lane, links) in book.cluster.lane_ids().zip(links) {
             let shard = Shard { node: config.node(), lane };
             let parts = Parts {
-                lane,
                 me: config.node(),
                 cluster: book.cluster.clone(),
                 layers: layers.clone(),
@@ -118,9 +122,20 @@ impl Node {
                 counters: counters.clone(),
                 limits: Limits { silence: config.silence, stall: config.timeout },
             };
-            node.lanes.push(LaneHandle::start(lane, Lane::new(parts, epoch.elapsed()), epoch)?);
+            let core = cores.get(lane.index() % cores.len().max(1)).copied();
+            let lane_state = Lane::new(parts, epoch.elapsed());
+            node.lanes.push(LaneHandle::start(lane, lane_state, epoch, core)?);
         }
         Ok(node)
+    }
+
+    /// Hands a layer to the lanes that hold chunks of it.
+    pub(crate) fn dispatch(&self, exchange: &Arc<Exchange>) {
+        let lanes = &self.lanes_of[exchange.layer.index()];
+        self.board.begin(exchange.layer, lanes.len());
+        for lane in lanes {
+            self.lanes[lane.index()].send(Command::Send(exchange.clone()));
+        }
     }
 
     /// Tells every lane.
@@ -155,14 +170,14 @@ impl Node {
 }
 
 impl LaneHandle {
-    fn start(id: LaneId, lane: Lane, epoch: Instant) -> Result<Self, Error> {
+    fn start(id: LaneId, lane: Lane, epoch: Instant, core: Option<usize>) -> Result<Self, Error> {
         let poll = mio::Poll::new().map_err(Error::io("opening an event queue"))?;
         let waker = mio::Waker::new(poll.registry(), MAILBOX);
         let waker = waker.map_err(Error::io("opening a mailbox"))?;
         let (mailbox, commands) = mpsc::channel();
         let thread = std::thread::Builder::new()
             .name(format!("poseidon-lane-{id}"))
-            .spawn(move || lane::run(lane, poll, &commands, epoch))
+            .spawn(move || lane::run(lane, poll, &commands, epoch, core))
             .map_err(Error::io("starting a lane"))?;
         Ok(Self { mailbox, waker, thread: Some(thread) })
     }
@@ -173,6 +188,24 @@ impl LaneHandle {
             let _ = self.waker.wake();
         }
     }
+}
+
+fn lanes_of(plan: &Plan) -> Vec<Vec<LaneId>> {
+    let layers = (0..plan.layers() as u32).map(LayerId);
+    let lanes =
+        |layer| plan.layer_chunks(layer).map(|(_, shard)| shard.lane).collect::<BTreeSet<_>>();
+    layers.map(|layer| lanes(layer).into_iter().collect()).collect()
+}
+
+/// The cores lanes stay on: with other nodes on the same host, lane k of each of them shares a core,
+/// because lane k talks only to lane k. On a host of its own a node leaves that to the scheduler.
+fn cores_to_share(config: &Config, book: &Book) -> Vec<usize> {
+    let host = &book.nodes[config.node().index()].host;
+    let alone = book.nodes.iter().filter(|n| n.host == *host).count() == 1;
+    let cores = lane::cores();
+    // With fewer lanes than cores, staying put would leave cores idle.
+    let spread = usize::from(book.cluster.lanes()) >= cores.len().min(8);
+    if config.pin && !alone && spread { cores } else { Vec::new() }
 }
 
 /// Worker 0's shard and syncers, or a server's shard alone.

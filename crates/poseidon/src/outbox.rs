@@ -1,11 +1,10 @@
 //! What a lane sends next to one peer: the one place where that is decided.
 
-use crate::board::Exchange;
+use crate::exchange::Lent;
 use poseidon_core::wire::{Header, Kind};
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, VecDeque};
 use std::io::{self, IoSlice};
-use std::ops::Range;
 use std::sync::Arc;
 
 /// Frames waiting for one peer. The layer nearest the input goes first, because the next forward
@@ -31,9 +30,9 @@ pub(crate) struct Frame {
 pub(crate) enum Payload {
     None,
     /// One chunk of what the training program lent.
-    Gradient(Arc<Exchange>, Range<usize>),
+    Gradient(Lent),
     /// One chunk of a shard's result, made in memory the training program of this node lent.
-    Update(Arc<Exchange>, Range<usize>),
+    Update(Lent),
     /// One chunk of a shard's result.
     Result(Arc<[f32]>),
     Text(Box<[u8]>),
@@ -41,7 +40,7 @@ pub(crate) enum Payload {
 
 /// Enough that short frames share a system call, little enough that an urgent one does not wait
 /// long behind a batch.
-const BATCH_BYTES: usize = 64 << 10;
+const BATCH_BYTES: usize = 128 << 10;
 const BATCH_FRAMES: usize = 16;
 
 impl Outbox {
@@ -55,6 +54,12 @@ impl Outbox {
 
     pub(crate) fn is_empty(&self) -> bool {
         self.batch.is_empty() && self.waiting.is_empty()
+    }
+
+    /// Forgets all frames the link has not begun to take.
+    pub(crate) fn drop_unsent(&mut self) {
+        self.waiting.clear();
+        self.batch.truncate(usize::from(self.written > 0));
     }
 
     /// Hands the next frames to `write`, once, and passes each frame the link has taken whole to
@@ -111,10 +116,7 @@ impl Payload {
     fn bytes(&self) -> &[u8] {
         match self {
             Self::None => &[],
-            Self::Gradient(exchange, range) | Self::Update(exchange, range) => {
-                // SAFETY: this lane owns the chunk, and is not writing to it while it sends it.
-                bytemuck::cast_slice(unsafe { exchange.gradient.chunk(range.clone()) })
-            }
+            Self::Gradient(lent) | Self::Update(lent) => bytemuck::cast_slice(lent.gradient()),
             Self::Result(values) => bytemuck::cast_slice(values),
             Self::Text(text) => text,
         }

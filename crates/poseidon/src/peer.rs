@@ -1,7 +1,8 @@
 //! One lane's end of the link to another node: frames in, frames out.
 
 use crate::board::Counters;
-use crate::holdings::{Holdings, Landing, Lent};
+use crate::exchange::Lent;
+use crate::holdings::{Holdings, Landing};
 use crate::outbox::{Outbox, Payload};
 use poseidon_core::store::Contribution;
 use poseidon_core::wire::{Header, Kind, MAX_ABORT};
@@ -65,10 +66,6 @@ pub(crate) enum Fault {
 
 /// Bytes taken from one peer before the others get their turn.
 const READ_BUDGET: usize = 512 << 10;
-static WB: std::sync::LazyLock<usize> = std::sync::LazyLock::new(|| {
-    std::env::var("WB").ok().and_then(|v| v.parse().ok()).unwrap_or(1 << 30)
-});
-
 impl Peer {
     pub(crate) fn new(node: NodeId, link: Box<dyn Link>, now: Duration) -> Self {
         Self {
@@ -102,38 +99,64 @@ impl Peer {
         !self.outbox.is_empty()
     }
 
-    /// Writes until the link is full or there is nothing left.
+    /// Forgets what has not been begun.
+    pub(crate) fn drop_unsent(&mut self) {
+        self.outbox.drop_unsent();
+    }
+
+    /// Writes the next frames, as many as go together. Returns the bytes the link has taken.
     pub(crate) fn write(
         &mut self,
         holdings: &mut Holdings,
         counters: &Counters,
         now: Duration,
-    ) -> Result<(), Fault> {
-        let mut budget = *WB as isize;
-        while self.writable && !self.outbox.is_empty() && budget > 0 {
-            let link = &mut self.link;
-            let mut frames = 0;
-            let wrote = self.outbox.write(
-                |slices| link.write(slices),
-                |payload| {
-                    frames += 1;
-                    holdings.sent(payload);
-                },
-            );
-            match wrote {
-                Ok((bytes, all)) => {
-                    budget -= bytes as isize;
-                    counters.bytes_sent.fetch_add(bytes as u64, Ordering::Relaxed);
-                    counters.frames_sent.fetch_add(frames, Ordering::Relaxed);
-                    self.spoke = now;
-                    self.writable = all;
-                }
-                Err(e) if e.kind() == io::ErrorKind::WouldBlock => self.writable = false,
+    ) -> Result<usize, Fault> {
+        if !self.writable || self.outbox.is_empty() {
+            return Ok(0);
+        }
+        let link = &mut self.link;
+        let mut frames = 0;
+        let wrote = self.outbox.write(
+            |slices| link.write(slices),
+            |payload| {
+                frames += 1;
+                holdings.sent(payload);
+            },
+        );
+        match wrote {
+            Ok((bytes, all)) => {
+                counters.bytes_sent.fetch_add(bytes as u64, Ordering::Relaxed);
+                counters.frames_sent.fetch_add(frames, Ordering::Relaxed);
+                self.spoke = now;
+                self.writable = all;
+                Ok(bytes)
+            }
+            Err(e) if e.kind() == io::ErrorKind::WouldBlock => {
+                self.writable = false;
+                Ok(0)
+            }
+            Err(e) if e.kind() == io::ErrorKind::Interrupted => Ok(0),
+            Err(e) => Err(Fault::Lost(e.to_string())),
+        }
+    }
+
+    /// Says that nothing more is written, and throws away what comes. True when the other end has
+    /// closed too.
+    pub(crate) fn drain(&mut self, scratch: &mut [f32]) -> bool {
+        if !self.departed {
+            self.departed = true;
+            // If that fails the connection is gone, and the next read says so.
+            let _ = self.link.finish();
+        }
+        loop {
+            match self.link.read(&mut [IoSliceMut::new(bytemuck::cast_slice_mut(scratch))]) {
+                Ok(0) => return true,
+                Ok(_) => {}
+                Err(e) if e.kind() == io::ErrorKind::WouldBlock => return false,
                 Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
-                Err(e) => return Err(Fault::Lost(e.to_string())),
+                Err(_) => return true,
             }
         }
-        Ok(())
     }
 
     /// Reads until the link is empty or the budget is spent.

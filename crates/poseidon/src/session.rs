@@ -1,8 +1,8 @@
 //! What a training program holds.
 
-use crate::board::Exchange;
 use crate::book::{Book, Job};
 use crate::config::{Config, Member};
+use crate::exchange::Exchange;
 use crate::lane::Command;
 use crate::node::Node;
 use crate::{Buffer, Error, Traffic};
@@ -223,8 +223,7 @@ impl Session {
         self.node.board.failure().map_or(Ok(()), Err)?;
         let exchange = Arc::new(exchange);
         state.in_flight = Some(exchange.clone());
-        self.node.board.begin(exchange.layer, self.node.lanes());
-        self.node.command_all(|| Command::Send(exchange.clone()));
+        self.node.dispatch(&exchange);
         Ok(())
     }
 

@@ -1,0 +1,71 @@
+//! A layer's memory on its way through the lanes.
+//!
+//! The session lends it, every chunk of it belongs to one lane, and all access goes through
+//! [`Lent`]: the lanes themselves are safe code.
+
+use crate::Buffer;
+use poseidon_core::store::Outcome;
+use poseidon_core::wire::Kind;
+use poseidon_core::{Clock, LayerId};
+use std::ops::Range;
+use std::sync::Arc;
+
+/// One layer's memory while it is in flight. The session and the lanes share it.
+#[derive(Debug)]
+pub(crate) struct Exchange {
+    pub(crate) layer: LayerId,
+    pub(crate) clock: Clock,
+    pub(crate) kind: Kind,
+    /// The step's learning rate.
+    pub(crate) rate: f32,
+    /// What this worker contributes. Sums of chunks that live on this node are made in it.
+    pub(crate) gradient: Buffer,
+    /// Where results go, if not into the gradient's memory. A chunk's result comes only after its
+    /// contribution has been used.
+    pub(crate) destination: Option<Buffer>,
+}
+
+/// One chunk of an exchange, in the hands of the lane it belongs to.
+///
+/// Whoever makes one promises that `range` is a chunk of the calling lane. That a lane is one
+/// thread, and that the slices below borrow for one call at a time, does the rest: nobody else
+/// touches the chunk until the lane has let go of the exchange.
+#[derive(Debug)]
+pub(crate) struct Lent {
+    pub(crate) exchange: Arc<Exchange>,
+    pub(crate) range: Range<usize>,
+}
+
+impl Lent {
+    /// What this worker contributes; later, the sum made in the same place.
+    pub(crate) fn gradient(&self) -> &[f32] {
+        // SAFETY: the chunk belongs to this lane, which is not writing to it while it reads it.
+        unsafe { self.exchange.gradient.chunk(self.range.clone()) }
+    }
+
+    /// Where the sum of a chunk of this node is made.
+    pub(crate) fn sum(&mut self) -> &mut [f32] {
+        // SAFETY: the chunk belongs to this lane, which holds one slice of it at a time.
+        unsafe { self.exchange.gradient.chunk_mut(self.range.clone()) }
+    }
+
+    /// Where the result goes.
+    pub(crate) fn result(&mut self) -> &mut [f32] {
+        let result = self.exchange.destination.as_ref().unwrap_or(&self.exchange.gradient);
+        // SAFETY: as for `sum`.
+        unsafe { result.chunk_mut(self.range.clone()) }
+    }
+
+    /// Puts the result of a chunk of this node where the training program wants it.
+    pub(crate) fn land(self, outcome: &Outcome) {
+        let mut to = Self { exchange: self.exchange.clone(), range: self.range.clone() };
+        match outcome {
+            Outcome::Held(values) => to.result().copy_from_slice(values),
+            // Two buffers, so that is two slices of different memory.
+            Outcome::Lent if self.exchange.destination.is_some() => {
+                to.result().copy_from_slice(self.gradient());
+            }
+            Outcome::Lent => {}
+        }
+    }
+}
