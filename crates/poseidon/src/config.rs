@@ -76,6 +76,7 @@ impl Config {
     /// | `RANK`, `WORLD_SIZE`, `MASTER_ADDR`, `MASTER_PORT` | as torchrun sets them; the coordinator listens on the port after `MASTER_PORT`, which torch uses itself |
     /// | `OMPI_COMM_WORLD_*`, `SLURM_*` | as Open MPI and Slurm set them |
     /// | `POSEIDON_COORDINATOR` | `host:port`, instead of the above |
+    /// | `POSEIDON_COORDINATOR_SERVED` | `1`: somebody else, such as a launcher, serves the coordinator there, not worker 0 |
     /// | `POSEIDON_SERVERS` | `colocated` (default), a number of dedicated servers, `colocated+N` |
     /// | `POSEIDON_SERVER` | this process is the dedicated server of this index |
     /// | `POSEIDON_LANES` | threads per node (default: half the cores, at least 2 if there are two, at most 8) |
@@ -206,7 +207,7 @@ impl fmt::Display for Carriers {
 
 /// Half the cores for the lanes, half for computing; but two where there are two, because a lane
 /// can saturate a core. Processes that share a host also share the cores of their lanes.
-fn default_lanes() -> u16 {
+pub(crate) fn default_lanes() -> u16 {
     let cores = std::thread::available_parallelism().map_or(1, |n| n.get());
     (cores / 2).clamp(cores.min(2), 8) as u16
 }

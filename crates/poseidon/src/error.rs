@@ -31,12 +31,12 @@ pub enum Error {
     #[error(transparent)]
     Bind(Arc<BindError>),
     /// Another node could not be reached, or would not let us in.
-    #[error("{what}: {source}")]
+    #[error("{what}: {why}")]
     Connect {
         /// Who was called and why.
         what: String,
         /// What happened.
-        source: Arc<ConnectError>,
+        why: Arc<ConnectError>,
     },
     /// The nodes did not find together.
     #[error(transparent)]
@@ -174,26 +174,29 @@ pub enum Error {
         reason: String,
     },
     /// The operating system refused something a node cannot do without.
-    #[error("{what}: {source}")]
+    #[error("{what}: {why}")]
     Io {
         /// What was tried.
         what: String,
         /// What the system said.
-        source: Arc<std::io::Error>,
+        why: Arc<std::io::Error>,
     },
-    /// The session is over.
-    #[error("the session is finished")]
-    Finished,
+    /// A bug in Poseidon: the panic's message is on standard error.
+    #[error("a lane of {node} panicked; please report what it said")]
+    Panicked {
+        /// The node, by name.
+        node: String,
+    },
 }
 
 impl Error {
-    pub(crate) fn connect(what: String, source: ConnectError) -> Self {
-        Self::Connect { what, source: Arc::new(source) }
+    pub(crate) fn connect(what: String, why: ConnectError) -> Self {
+        Self::Connect { what, why: Arc::new(why) }
     }
 
     pub(crate) fn io(what: impl Into<String>) -> impl FnOnce(std::io::Error) -> Self {
         let what = what.into();
-        move |source| Self::Io { what, source: Arc::new(source) }
+        move |why| Self::Io { what, why: Arc::new(why) }
     }
 }
 

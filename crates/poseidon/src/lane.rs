@@ -229,7 +229,9 @@ impl Lane {
             } else if peer.has_unsent() && now.saturating_sub(peer.spoke) > silence {
                 format!("has not taken a byte for {silence:?}: it stopped reading")
             } else {
-                if now.saturating_sub(peer.spoke) > HEARTBEAT && !peer.has_unsent() {
+                // Nothing follows a goodbye.
+                let idle = !self.finishing && !peer.has_unsent();
+                if idle && now.saturating_sub(peer.spoke) > HEARTBEAT {
                     peer.send(&Header::bare(Kind::Heartbeat, self.me, 0), Payload::None);
                 }
                 continue;
@@ -387,9 +389,23 @@ pub(crate) fn run(
     if let Some(core) = core {
         stay_on(core);
     }
-    let board = lane.board.clone();
-    if let Err(source) = serve_events(&mut lane, &mut poll, mailbox, epoch, core.is_some()) {
-        board.fail(Error::Io { what: "waiting for links".into(), source: Arc::new(source) });
+    let _witness = Witness { board: lane.board.clone(), node: lane.cluster.name(lane.me) };
+    if let Err(why) = serve_events(&mut lane, &mut poll, mailbox, epoch, core.is_some()) {
+        lane.board.fail(Error::Io { what: "waiting for links".into(), why: Arc::new(why) });
+    }
+}
+
+/// Reports a panic, which nobody would hear of otherwise until a deadline passes.
+struct Witness {
+    board: Arc<Board>,
+    node: String,
+}
+
+impl Drop for Witness {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            self.board.fail(Error::Panicked { node: self.node.clone() });
+        }
     }
 }
 

@@ -3,7 +3,7 @@
 use crate::Error;
 use crate::board::{Board, Counters};
 use crate::book::{Book, Job, NodeFacts};
-use crate::config::{Carriers, Config};
+use crate::config::{Carriers, Config, default_lanes};
 use crate::coordinator::{self, Coordinator, Join};
 use crate::exchange::Exchange;
 use crate::holdings::Holdings;
@@ -13,11 +13,11 @@ use poseidon_core::{Cluster, LaneId, Layer, LayerId, NodeId, Plan, Shard, Store}
 use poseidon_link::{
     Address, Caller, Credentials, Link, Listener, Serving, Stream, address, connect,
 };
-use std::collections::{BTreeMap, BTreeSet, HashSet};
+use std::collections::BTreeSet;
 use std::net::{IpAddr, Ipv4Addr, ToSocketAddrs};
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
-use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -68,10 +68,13 @@ impl Node {
         };
 
         let choice = address::choose(config.address.as_deref(), &meeting_point)?;
-        tracing::info!(
-            address = %choice.ip, interface = choice.interface.as_deref().unwrap_or("?"),
-            "listening: {}", choice.reason
-        );
+        let interface = choice.interface.as_deref().unwrap_or("?");
+        let (ip, reason) = (choice.ip, &choice.reason);
+        if ip.is_loopback() {
+            tracing::debug!(%interface, "listening at {ip}, {reason}");
+        } else {
+            tracing::info!(%interface, "listening at {ip}, {reason}");
+        }
         let listener = Listener::bind(choice.ip, 0, config.carrier != Carriers::Tcp)?;
         let facts = NodeFacts {
             node: config.node(),
@@ -203,8 +206,8 @@ fn cores_to_share(config: &Config, book: &Book) -> Vec<usize> {
     let host = &book.nodes[config.node().index()].host;
     let alone = book.nodes.iter().filter(|n| n.host == *host).count() == 1;
     let cores = lane::cores();
-    // With fewer lanes than cores, staying put would leave cores idle.
-    let spread = usize::from(book.cluster.lanes()) >= cores.len().min(8);
+    // With fewer lanes than a node has by default, staying put would leave cores idle.
+    let spread = book.cluster.lanes() >= default_lanes();
     if config.pin && !alone && spread { cores } else { Vec::new() }
 }
 
@@ -232,14 +235,14 @@ fn serve_coordinator(config: &Config) -> Result<Coordinator, Error> {
 
 type Arrival = (Hello, Stream);
 
-/// Lets nodes of the job in, each lane once, and queues their connections.
+/// Lets nodes of the job in and queues their connections.
 fn receive_callers(
     listener: Listener,
     config: &Config,
     credentials: &Credentials,
 ) -> Result<(Serving, Receiver<Arrival>), Error> {
     let nodes = usize::from(config.workers) + usize::from(config.servers.extra());
-    let (me, seen) = (config.node(), Mutex::new(HashSet::new()));
+    let me = config.node();
     let admit = move |hello: &Hello| {
         if hello.purpose != Purpose::Lane {
             return Err(Status::Purpose);
@@ -248,12 +251,11 @@ fn receive_callers(
         if hello.node.index() >= nodes || hello.node <= me {
             return Err(Status::Node);
         }
-        let mut seen = seen.lock().unwrap_or_else(PoisonError::into_inner);
-        if seen.insert((hello.node, hello.lane)) { Ok(()) } else { Err(Status::Node) }
+        Ok(())
     };
     let (sender, arrivals) = mpsc::channel();
     let deliver = move |hello, stream| {
-        // Nobody listens any more once all links are there.
+        // Nobody listens any more once all links are there: a late caller is hung up on.
         let _ = sender.send((hello, stream));
     };
     let serving = listener.serve(credentials.clone(), admit, deliver);
@@ -291,23 +293,24 @@ fn gather_links(
             links[lane.index()].push(into_link(stream, node)?);
         }
     }
-    let mut awaited: BTreeMap<NodeId, usize> =
-        higher.iter().map(|&n| (n, usize::from(cluster.lanes()))).collect();
+    let lanes = || cluster.lane_ids();
+    let mut awaited: BTreeSet<(NodeId, LaneId)> =
+        higher.iter().flat_map(|&node| lanes().map(move |lane| (node, lane))).collect();
     while !awaited.is_empty() {
         let left = deadline.saturating_duration_since(Instant::now());
         match arrivals.recv_timeout(left) {
-            Ok((hello, stream)) => {
-                let Some(count) = awaited.get_mut(&hello.node) else { continue };
+            // A second connection for the same lane is a caller that was cut off and tried again.
+            Ok((hello, stream)) if higher.contains(&hello.node) => {
                 let Some(lane) = links.get_mut(hello.lane.index()) else { continue };
+                lane.retain(|(node, _)| *node != hello.node);
                 lane.push(into_link(stream, hello.node)?);
-                *count -= 1;
-                if *count == 0 {
-                    awaited.remove(&hello.node);
-                }
+                awaited.remove(&(hello.node, hello.lane));
             }
+            Ok(_) => {}
             Err(RecvTimeoutError::Timeout | RecvTimeoutError::Disconnected) => {
+                let nodes: BTreeSet<NodeId> = awaited.iter().map(|(node, _)| *node).collect();
                 return Err(Error::NeverConnected {
-                    nodes: awaited.keys().map(|&n| cluster.name(n)).collect(),
+                    nodes: nodes.into_iter().map(|n| cluster.name(n)).collect(),
                     address: book.nodes[me.index()].tcp.clone(),
                     waited: config.connect_timeout,
                 });

@@ -66,6 +66,8 @@ pub(crate) enum Fault {
 
 /// Bytes taken from one peer before the others get their turn.
 const READ_BUDGET: usize = 512 << 10;
+/// More than two sockets' buffers hold.
+const DRAIN_READS: usize = 256;
 impl Peer {
     pub(crate) fn new(node: NodeId, link: Box<dyn Link>, now: Duration) -> Self {
         Self {
@@ -141,14 +143,14 @@ impl Peer {
     }
 
     /// Says that nothing more is written, and throws away what comes. True when the other end has
-    /// closed too.
+    /// closed too, or goes on and on.
     pub(crate) fn drain(&mut self, scratch: &mut [f32]) -> bool {
         if !self.departed {
             self.departed = true;
             // If that fails the connection is gone, and the next read says so.
             let _ = self.link.finish();
         }
-        loop {
+        for _ in 0..DRAIN_READS {
             match self.link.read(&mut [IoSliceMut::new(bytemuck::cast_slice_mut(scratch))]) {
                 Ok(0) => return true,
                 Ok(_) => {}
@@ -157,6 +159,7 @@ impl Peer {
                 Err(_) => return true,
             }
         }
+        true
     }
 
     /// Reads until the link is empty or the budget is spent.

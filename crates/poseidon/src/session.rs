@@ -34,7 +34,8 @@ pub struct Session {
 pub struct Received {
     /// The reduced gradient or the new parameters.
     pub result: Buffer,
-    /// The memory the gradient was sent from, if the result went elsewhere.
+    /// The memory the gradient was sent from, if the result went elsewhere. Its contents are lost:
+    /// sums are made in it.
     pub gradient: Option<Buffer>,
     /// The clock this result belongs to.
     pub clock: Clock,
@@ -153,26 +154,27 @@ impl Session {
 
     /// Waits for the layer sent last and gives its memory back.
     pub fn receive(&self, layer: LayerId) -> Result<Received, Error> {
-        let mut state = self.state(layer)?;
-        let Some(exchange) = &state.in_flight else {
+        let in_flight = self.state(layer)?.in_flight.as_ref().map(|exchange| exchange.clock);
+        let Some(clock) = in_flight else {
             return Err(Error::NotInFlight { layer: self.name(layer) });
         };
         // The shards know better who is missing: let their deadline come first.
         let patience = self.timeout + Duration::from_secs(2);
         if !self.node.board.wait(layer, Instant::now() + patience)? {
-            let clock = exchange.clock;
             let missing = self.explain(layer);
             let layer = self.name(layer);
             let error = Error::Timeout { layer, clock, waited: patience, missing };
             self.node.command_all(|| Command::Abort(error.to_string()));
             return Err(error);
         }
-        let exchange = state.in_flight.take().and_then(Arc::into_inner);
+        let mut state = self.state(layer)?;
+        let Some(exchange) = state.in_flight.take() else {
+            return Err(Error::NotInFlight { layer: self.name(layer) }); // another thread was faster
+        };
         // Lanes let go of an exchange before they report their part done.
-        let exchange = exchange.expect("a lane kept an exchange it reported done");
+        let exchange = Arc::into_inner(exchange).expect("a lane kept an exchange it reported done");
         state.clock = exchange.clock;
         state.initialised |= exchange.kind == Kind::Init;
-        let clock = exchange.clock;
         Ok(match exchange.destination {
             Some(result) => Received { result, gradient: Some(exchange.gradient), clock },
             None => Received { result: exchange.gradient, gradient: None, clock },
