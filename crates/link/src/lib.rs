@@ -6,7 +6,6 @@
 //! * [`handshake`]: who may speak (`docs/wire.md` §1), over any `Read + Write`.
 //! * [`address`]: which local address to listen on, and why.
 //! * [`memory`]: links without a network, in virtual time and with faults, for tests.
-#![forbid(unsafe_code)]
 
 pub mod address;
 pub mod handshake;
@@ -15,6 +14,7 @@ pub mod memory;
 mod connect;
 mod listener;
 mod secret;
+mod shared;
 mod stream;
 
 pub use connect::{Address, Caller, ConnectError, connect};
@@ -36,6 +36,11 @@ pub trait Link: Send {
     /// Writes some prefix of `bufs`. More than 1024 buffers are not all used.
     fn write(&mut self, bufs: &[IoSlice<'_>]) -> io::Result<usize>;
 
+    /// The registry has reported the link ready. Called before the link is read or written again.
+    fn handle_ready(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+
     /// Says that nothing more will be written. The peer reads what was written before, then the end
     /// of the stream. Dropping a link that has unread input instead may destroy output that is
     /// still on its way.
@@ -56,6 +61,8 @@ pub enum Carrier {
     Tcp,
     /// A unix socket, within one machine.
     Unix,
+    /// Memory that two processes of one machine share.
+    Shared,
     /// A pipe within the process, for tests.
     Memory,
 }
@@ -65,6 +72,7 @@ impl fmt::Display for Carrier {
         f.pad(match self {
             Self::Tcp => "tcp",
             Self::Unix => "unix",
+            Self::Shared => "shm",
             Self::Memory => "memory",
         })
     }

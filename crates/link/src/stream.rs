@@ -1,3 +1,4 @@
+use crate::shared::{self, SharedLink};
 use crate::{Carrier, Link};
 use mio::unix::SourceFd;
 use mio::{Interest, Registry, Token};
@@ -16,7 +17,7 @@ pub const SOCKET_BUFFER: usize = 1 << 20;
 
 /// A connection whose other end has been authenticated, or soon will be. Blocking, with a deadline.
 ///
-/// [`Stream::into_link`] turns it into what a lane's event loop works with.
+/// [`Stream::into_calling_link`] and [`Stream::into_called_link`] turn it into what a lane's event loop works with.
 #[derive(Debug)]
 pub struct Stream {
     socket: Socket,
@@ -42,10 +43,37 @@ impl Stream {
         self.carrier
     }
 
-    /// The connection as a lane wants it: non-blocking, without a deadline.
-    pub fn into_link(self) -> io::Result<Box<dyn Link>> {
-        self.socket.set_nonblocking(true)?;
-        Ok(Box::new(SocketLink { socket: self.socket, carrier: self.carrier }))
+    /// The connection as a lane wants it: non-blocking, without a deadline. For the side that
+    /// called: on a unix socket it offers shared memory, if `shared`, and tells the other side.
+    pub fn into_calling_link(self, shared: bool) -> io::Result<Box<dyn Link>> {
+        self.socket.set_write_timeout(self.remaining()?)?;
+        self.into_link(|socket| shared::offer(socket, shared))
+    }
+
+    /// The connection as a lane wants it, for the side that was called: the caller decides whether
+    /// memory is shared.
+    pub fn into_called_link(self) -> io::Result<Box<dyn Link>> {
+        self.socket.set_read_timeout(self.remaining()?)?;
+        self.into_link(shared::accept)
+    }
+
+    fn into_link(
+        self,
+        share: impl FnOnce(Socket) -> io::Result<Result<SharedLink, Socket>>,
+    ) -> io::Result<Box<dyn Link>> {
+        let carrier = self.carrier;
+        let socket = match carrier {
+            Carrier::Unix => match share(self.socket).map_err(timed_out)? {
+                Ok(link) => {
+                    link.set_nonblocking()?;
+                    return Ok(Box::new(link));
+                }
+                Err(socket) => socket,
+            },
+            _ => self.socket,
+        };
+        socket.set_nonblocking(true)?;
+        Ok(Box::new(SocketLink { socket, carrier }))
     }
 
     /// Takes over a connected socket, in blocking mode.
@@ -236,7 +264,7 @@ mod tests {
     #[test]
     fn a_link_takes_more_buffers_than_the_kernel_does() {
         let (a, b) = pair();
-        let (mut a, mut b) = (a.into_link().unwrap(), b.into_link().unwrap());
+        let (mut a, mut b) = (a.into_calling_link(false).unwrap(), b.into_called_link().unwrap());
         let sent = a.write(&vec![IoSlice::new(b"ab"); 3000]).unwrap();
         assert_eq!(sent, 2 * MAX_BUFFERS);
         let mut bytes = vec![[0; 1]; 3000];
@@ -248,7 +276,7 @@ mod tests {
     #[test]
     fn a_finished_link_can_still_be_read() {
         let (a, b) = pair();
-        let (mut a, mut b) = (a.into_link().unwrap(), b.into_link().unwrap());
+        let (mut a, mut b) = (a.into_calling_link(false).unwrap(), b.into_called_link().unwrap());
         a.write(&[IoSlice::new(b"last")]).unwrap();
         a.finish().unwrap();
         let mut word = [0; 8];

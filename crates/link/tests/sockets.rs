@@ -158,7 +158,7 @@ fn links_carry_more_than_the_sockets_hold() {
     for address in [Some(host.tcp()), unix(&host.serving)].into_iter().flatten() {
         let caller = connect(&address, lane(0, 0), &credentials("sesame"), later()).unwrap();
         let (_, served) = host.delivered.recv().unwrap();
-        exchange(caller.into_link().unwrap(), served.into_link().unwrap());
+        exchange(caller.into_calling_link(false).unwrap(), served.into_called_link().unwrap());
     }
 }
 

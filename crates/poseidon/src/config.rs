@@ -58,12 +58,12 @@ pub enum Member {
 /// What may carry links.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Carriers {
-    /// Unix sockets between nodes on one host, TCP otherwise.
+    /// Shared memory between nodes on one host, TCP otherwise.
     #[default]
     Auto,
     /// TCP only.
     Tcp,
-    /// Unix sockets only: all nodes are on one host.
+    /// Unix sockets only, and no shared memory: all nodes are on one host.
     Unix,
 }
 

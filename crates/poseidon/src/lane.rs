@@ -122,8 +122,7 @@ impl Lane {
     /// The link to `node` is ready.
     pub(crate) fn handle_ready(&mut self, node: NodeId, readable: bool, writable: bool) {
         if let Some(peer) = self.peers.get_mut(node.index()).and_then(Option::as_mut) {
-            peer.readable |= readable;
-            peer.writable |= writable;
+            peer.handle_ready(readable, writable);
         }
     }
 
@@ -149,7 +148,8 @@ impl Lane {
             }
             Command::Finish => self.finish(),
             Command::Abort(reason) => {
-                self.die(Error::Aborted { node: self.cluster.name(self.me), reason }, now);
+                let node = self.cluster.name(self.me);
+                self.die_saying(Error::Aborted { node, reason: reason.clone() }, reason, now);
             }
         }
     }
@@ -285,7 +285,11 @@ impl Lane {
 
     /// Takes the job down: tells the session, then everybody else.
     fn die(&mut self, error: Error, now: Duration) {
-        let mut reason = error.to_string();
+        let reason = error.to_string();
+        self.die_saying(error, reason, now);
+    }
+
+    fn die_saying(&mut self, error: Error, mut reason: String, now: Duration) {
         reason.truncate(reason.floor_char_boundary(MAX_ABORT));
         tracing::debug!(node = %self.me, %reason, "lane stops");
         self.board.fail(error);

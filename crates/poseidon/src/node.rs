@@ -276,11 +276,8 @@ fn gather_links(
     let cluster = &book.cluster;
     let deadline = Instant::now() + config.connect_timeout;
     let mut links: Vec<Links> = cluster.lane_ids().map(|_| Vec::new()).collect();
-    let into_link = |stream: Stream, node: NodeId| {
-        let link =
-            stream.into_link().map_err(Error::io(format!("link to {}", cluster.name(node))))?;
-        Ok::<_, Error>((node, link))
-    };
+    let link_to = |node| Error::io(format!("link to {}", cluster.name(node)));
+    let share_memory = config.carrier == Carriers::Auto;
     let partners = cluster.node_ids().filter(|&n| n != me && exchange_chunks(cluster, me, n));
     let (lower, higher): (Vec<_>, Vec<_>) = partners.partition(|&n| n < me);
     for &node in &lower {
@@ -290,7 +287,8 @@ fn gather_links(
             let stream = connect(&to, caller, credentials, deadline).map_err(|e| {
                 Error::connect(format!("reaching {} at {to}", cluster.name(node)), e)
             })?;
-            links[lane.index()].push(into_link(stream, node)?);
+            let link = stream.into_calling_link(share_memory).map_err(link_to(node))?;
+            links[lane.index()].push((node, link));
         }
     }
     let lanes = || cluster.lane_ids();
@@ -300,10 +298,12 @@ fn gather_links(
         let left = deadline.saturating_duration_since(Instant::now());
         match arrivals.recv_timeout(left) {
             // A second connection for the same lane is a caller that was cut off and tried again.
-            Ok((hello, stream)) if higher.contains(&hello.node) => {
+            Ok((hello, mut stream)) if higher.contains(&hello.node) => {
                 let Some(lane) = links.get_mut(hello.lane.index()) else { continue };
                 lane.retain(|(node, _)| *node != hello.node);
-                lane.push(into_link(stream, hello.node)?);
+                stream.set_deadline(Some(deadline));
+                let link = stream.into_called_link().map_err(link_to(hello.node))?;
+                lane.push((hello.node, link));
                 awaited.remove(&(hello.node, hello.lane));
             }
             Ok(_) => {}

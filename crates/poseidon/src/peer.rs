@@ -7,7 +7,7 @@ use crate::outbox::{Outbox, Payload};
 use poseidon_core::store::Contribution;
 use poseidon_core::wire::{Header, Kind, MAX_ABORT};
 use poseidon_core::{ChunkKey, NodeId, Violation};
-use poseidon_link::Link;
+use poseidon_link::{Carrier, Link};
 use std::io::{self, IoSliceMut};
 use std::sync::atomic::Ordering;
 use std::time::Duration;
@@ -26,6 +26,8 @@ pub(crate) struct Peer {
     /// When bytes last came, and when the link last took some (or had nothing to take).
     pub(crate) heard: Duration,
     pub(crate) spoke: Duration,
+    /// The link failed when it was woken; the next read says so.
+    broken: bool,
     /// It has said goodbye: nothing more comes.
     pub(crate) departed: bool,
 }
@@ -81,8 +83,19 @@ impl Peer {
             writable: true,
             heard: now,
             spoke: now,
+            broken: false,
             departed: false,
         }
+    }
+
+    /// The link is ready. Shared memory has one bell for both ways.
+    pub(crate) fn handle_ready(&mut self, readable: bool, writable: bool) {
+        let both = self.link.carrier() == Carrier::Shared;
+        if self.link.handle_ready().is_err() {
+            self.broken = true;
+        }
+        self.readable |= readable || both;
+        self.writable |= writable || both;
     }
 
     pub(crate) fn node(&self) -> NodeId {
@@ -170,6 +183,9 @@ impl Peer {
         counters: &Counters,
         now: Duration,
     ) -> Result<(), Fault> {
+        if self.broken {
+            return Err(Fault::Lost("its bell is broken".into()));
+        }
         let mut budget = READ_BUDGET;
         while self.readable && !self.departed && budget > 0 {
             let (bytes, drained) = match self.read_once(holdings, scratch) {

@@ -53,7 +53,7 @@ fn check(layout: Layout, deterministic: bool) {
 
 #[test]
 fn sums_are_exact_on_every_carrier_and_any_number_of_ranks() {
-    for carrier in [Carriers::Tcp, Carriers::Unix] {
+    for carrier in [Carriers::Tcp, Carriers::Unix, Carriers::Auto] {
         for workers in [1, 2, 3, 5, 8] {
             check(Layout { carrier, ..Layout::workers(workers) }, false);
         }

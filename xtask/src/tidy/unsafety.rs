@@ -4,6 +4,7 @@
 const UNSAFE_FILES: &[(&str, &str)] = &[
     ("crates/poseidon/src/buffer.rs", "lanes read and write the training program's own tensors"),
     ("crates/poseidon/src/exchange.rs", "the same tensors, chunk by chunk"),
+    ("crates/link/src/shared.rs", "rings in memory two processes share"),
     ("crates/cli/src/orphan.rs", "a hook between fork and exec"),
 ];
 
