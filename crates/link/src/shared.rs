@@ -35,9 +35,10 @@ pub(crate) enum End {
     Listener,
 }
 
-/// Bytes in each ring: two chunks of the default size. Larger rings fall out of the cache between
-/// the two copies, smaller ones wake the other side more often.
-const RING: usize = 512 << 10;
+/// Bytes in each ring: one chunk of the default size. Of 32 KiB to 512 KiB the least CPU time for
+/// 100 MB between 2 and between 8 processes: larger rings fall out of the cache between the two
+/// copies, smaller ones wake the other side more often.
+const RING: usize = 256 << 10;
 /// The control blocks of both rings, then the rings.
 const DATA: usize = 4096;
 const TOTAL: usize = DATA + 2 * RING;
