@@ -13,13 +13,14 @@ use serde_json::{Value, json};
 use std::collections::BTreeMap;
 use std::io::{self, Read, Write};
 use std::net::{IpAddr, SocketAddr};
-use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 /// Serves rendezvous and questions until it is dropped.
 #[derive(Debug)]
 pub struct Coordinator {
     address: SocketAddr,
+    shared: Arc<Shared>,
     _serving: Serving,
 }
 
@@ -72,6 +73,8 @@ pub(crate) struct Join {
 struct Gathering {
     joined: BTreeMap<NodeId, (Join, String)>,
     outcome: Option<Result<Arc<Book>, String>>,
+    /// Control connections being answered.
+    conversations: usize,
 }
 
 #[derive(Debug)]
@@ -98,24 +101,61 @@ impl Coordinator {
             Purpose::Control => Ok(()),
             Purpose::Lane => Err(Status::Purpose),
         };
+        let answering = shared.clone();
         let deliver = move |_hello, stream| {
-            let shared = shared.clone();
+            let conversation = Conversation::begin(answering.clone());
             // Its own thread: a node may wait here for a minute until the last one joins.
             let spawned = std::thread::Builder::new()
                 .name("poseidon-control".into())
-                .spawn(move || converse(&shared, stream));
+                .spawn(move || converse(&conversation.0, stream));
             if let Err(error) = spawned {
                 tracing::warn!(%error, "no thread for a control connection");
             }
         };
         let serving = listener.serve(credentials, admit, deliver);
         let serving = serving.map_err(Error::io("serving the coordinator"))?;
-        Ok(Self { address, _serving: serving })
+        Ok(Self { address, shared, _serving: serving })
     }
 
     /// Where it listens.
     pub fn address(&self) -> SocketAddr {
         self.address
+    }
+}
+
+impl Drop for Coordinator {
+    /// Whoever still waits for the others is told, while there is somebody to tell it: the process
+    /// may end next.
+    fn drop(&mut self) {
+        let mut gathering = self.shared.lock();
+        gathering.outcome.get_or_insert_with(|| Err("the coordinator has stopped".into()));
+        self.shared.changed.notify_all();
+        let deadline = Instant::now() + LAST_ANSWERS;
+        while gathering.conversations > 0 {
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                break;
+            }
+            let woken = self.shared.changed.wait_timeout(gathering, left);
+            gathering = woken.unwrap_or_else(PoisonError::into_inner).0;
+        }
+    }
+}
+
+/// Counted from its beginning to its end, however it ends.
+struct Conversation(Arc<Shared>);
+
+impl Conversation {
+    fn begin(shared: Arc<Shared>) -> Self {
+        shared.lock().conversations += 1;
+        Self(shared)
+    }
+}
+
+impl Drop for Conversation {
+    fn drop(&mut self) {
+        self.0.lock().conversations -= 1;
+        self.0.changed.notify_all();
     }
 }
 
@@ -175,6 +215,8 @@ fn unexpected(address: &str, expected: &str, got: &Message) -> RendezvousError {
 
 /// How long a caller may take to say what it wants.
 const PATIENCE_FOR_WORDS: Duration = Duration::from_secs(10);
+/// How long a coordinator that stops goes on answering: a round trip, and time to spare.
+const LAST_ANSWERS: Duration = Duration::from_secs(1);
 
 fn converse(shared: &Shared, mut stream: Stream) {
     stream.set_deadline(Some(Instant::now() + PATIENCE_FOR_WORDS));
@@ -195,13 +237,18 @@ fn converse(shared: &Shared, mut stream: Stream) {
 }
 
 impl Shared {
+    fn lock(&self) -> MutexGuard<'_, Gathering> {
+        self.gathering.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     /// Registers a node and waits until the book is written, or the attempt has failed.
     fn join(&self, join: Join, peer: String) -> Message {
-        let mut gathering = self.gathering.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Err(reason) = gathering.admit(join, peer) {
+        let mut gathering = self.lock();
+        let admitted = gathering.admit(join, peer);
+        self.changed.notify_all();
+        if let Err(reason) = admitted {
             return Message::Refused { reason };
         }
-        self.changed.notify_all();
         let deadline = Instant::now() + self.patience;
         while gathering.outcome.is_none() {
             let left = deadline.saturating_duration_since(Instant::now());
@@ -224,7 +271,7 @@ impl Shared {
 
     /// What there is to know right now.
     fn tell(&self) -> Value {
-        let gathering = self.gathering.lock().unwrap_or_else(PoisonError::into_inner);
+        let gathering = self.lock();
         match &gathering.outcome {
             Some(Ok(book)) => serde_json::to_value(&**book).unwrap_or(Value::Null),
             Some(Err(reason)) => json!({ "failed": reason }),
@@ -262,11 +309,9 @@ impl Gathering {
             let other = cluster.name(*other);
             let size = |j: &Join| format!("{} workers and servers '{}'", j.workers, j.servers);
             if size(first) != size(&join) {
-                return Err(format!(
-                    "{name} expects {}, {other} expects {}",
-                    size(&join),
-                    size(first)
-                ));
+                let words =
+                    format!("{name} expects {}, {other} expects {}", size(&join), size(first));
+                return Err(self.call_off(words));
             }
         }
         if let Some(job) = &join.job {
@@ -275,7 +320,8 @@ impl Gathering {
             if let Some((other, theirs)) = first
                 && let Some(words) = theirs.difference(&cluster.name(other), job, &name)
             {
-                return Err(format!("the workers do not train the same thing: {words}"));
+                let words = format!("the workers do not train the same thing: {words}");
+                return Err(self.call_off(words));
             }
         }
         tracing::debug!(%name, %peer, "joined");
@@ -284,6 +330,12 @@ impl Gathering {
             self.outcome = Some(self.write_book());
         }
         Ok(())
+    }
+
+    /// Nodes that disagree never become a job: everybody hears why now, not when time is up.
+    fn call_off(&mut self, reason: String) -> String {
+        self.outcome = Some(Err(reason.clone()));
+        reason
     }
 
     /// All are here. Worker 0's number of lanes holds for everybody.

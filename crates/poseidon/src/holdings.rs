@@ -78,10 +78,11 @@ impl Holdings {
             } else {
                 let payload = match header.length {
                     0 => Payload::None,
-                    _ => Payload::Gradient(Lent {
-                        exchange: exchange.clone(),
-                        range: part.range.clone(),
-                    }),
+                    _ => {
+                        self.unsent[layer.index()] += 1;
+                        let (exchange, range) = (exchange.clone(), part.range.clone());
+                        Payload::Gradient(Lent { exchange, range })
+                    }
                 };
                 send(part.server, header, payload);
             }
@@ -187,13 +188,13 @@ impl Holdings {
     pub(crate) fn sent(&mut self, payload: Payload) {
         match payload {
             Payload::Result(result) => self.release(result),
-            Payload::Update(lent) => {
+            Payload::Gradient(lent) | Payload::Update(lent) => {
                 let layer = lent.exchange.layer;
                 drop(lent);
                 self.unsent[layer.index()] -= 1;
                 self.finish_if_done(layer);
             }
-            Payload::None | Payload::Gradient(..) | Payload::Text(_) => {}
+            Payload::None | Payload::Text(_) => {}
         }
     }
 

@@ -3,6 +3,9 @@
 //! [`Lane`] is the lane without its thread: tests drive it over in-memory links in virtual time.
 //! [`run`] is the thread: epoll, a mailbox, the clock.
 
+#[cfg(test)]
+mod harness;
+
 use crate::Error;
 use crate::board::{Board, Counters};
 use crate::exchange::Exchange;
@@ -126,6 +129,13 @@ impl Lane {
         }
     }
 
+    /// Nothing more will come from `node` than what is there to be read.
+    pub(crate) fn handle_closed(&mut self, node: NodeId) {
+        if let Some(peer) = self.peers.get_mut(node.index()).and_then(Option::as_mut) {
+            peer.handle_closed();
+        }
+    }
+
     pub(crate) fn handle_command(&mut self, command: Command, now: Duration) {
         match command {
             Command::Send(_) if self.dying.is_some() => {}
@@ -190,7 +200,7 @@ impl Lane {
         self.holdings.poll_completed(|node, header, payload| post(peers, node, &header, payload));
         self.write_burst(now)?;
         if now >= self.next_tick {
-            self.next_tick = now + TICK;
+            self.next_tick = now + TICK.min(self.limits.silence / 4);
             self.tick(now)?;
         }
         Ok(())
@@ -201,17 +211,34 @@ impl Lane {
     fn write_burst(&mut self, now: Duration) -> Result<(), Error> {
         let nodes = self.peers.len();
         let mut left = BURST;
-        for node in (0..nodes).map(|i| (self.turn + i) % nodes) {
+        let first = self.turn;
+        for node in (0..nodes).map(|i| (first + i) % nodes) {
             let Some(peer) = &mut self.peers[node] else { continue };
-            let wrote = peer.write(&mut self.holdings, &self.counters, now);
-            let wrote = wrote.map_err(|fault| self.explain(NodeId(node as u16), fault))?;
-            left = left.saturating_sub(wrote);
+            match peer.write(&mut self.holdings, &self.counters, now) {
+                Ok(wrote) => left = left.saturating_sub(wrote),
+                Err(fault) => self.hear_out(node, fault, now)?,
+            }
             if left == 0 {
                 self.turn = node + 1;
                 break;
             }
         }
         Ok(())
+    }
+
+    /// The link to `node` takes no more. Before it closed, it may have said goodbye, or why.
+    fn hear_out(&mut self, node: usize, fault: Fault, now: Duration) -> Result<(), Error> {
+        let Some(peer) = &mut self.peers[node] else { return Ok(()) };
+        peer.handle_closed();
+        let mut heard = Ok(());
+        while heard.is_ok() && peer.readable && !peer.departed {
+            heard = peer.read(&mut self.holdings, &mut self.scratch, &self.counters, now);
+        }
+        if peer.departed {
+            peer.discard(&mut self.holdings);
+            return Ok(());
+        }
+        Err(self.explain(NodeId(node as u16), heard.err().unwrap_or(fault)))
     }
 
     /// What has to be looked at from time to time: silence, stalls, goodbyes.
@@ -222,16 +249,16 @@ impl Lane {
         let silence = self.limits.silence;
         for node in 0..self.peers.len() {
             let Some(peer) = &mut self.peers[node] else { continue };
-            let how = if peer.departed {
-                continue;
-            } else if now.saturating_sub(peer.heard) > silence {
+            let unheard = now.saturating_sub(peer.heard);
+            let unspoken = now.saturating_sub(peer.spoke);
+            let how = if !peer.departed && unheard > silence {
                 format!("not heard for {silence:?}, though the connection is open")
-            } else if peer.has_unsent() && now.saturating_sub(peer.spoke) > silence {
+            } else if !peer.departed && peer.has_unsent() && unspoken > silence {
                 format!("has not taken a byte for {silence:?}: it stopped reading")
             } else {
-                // Nothing follows a goodbye.
+                // Nothing follows this node's goodbye; but after the peer's, it still listens.
                 let idle = !self.finishing && !peer.has_unsent();
-                if idle && now.saturating_sub(peer.spoke) > HEARTBEAT {
+                if idle && unspoken > HEARTBEAT.min(silence / 4) {
                     peer.send(&Header::bare(Kind::Heartbeat, self.me, 0), Payload::None);
                 }
                 continue;
@@ -242,8 +269,13 @@ impl Lane {
     }
 
     fn check_stalls(&self, now: Duration) -> Result<(), Error> {
+        let departed = |n: NodeId| self.peers[n.index()].as_ref().is_some_and(|p| p.departed);
+        if let Some((_, server)) = self.holdings.awaited().find(|(_, server)| departed(*server)) {
+            let how = "it finished while others go on".into();
+            return Err(self.explain(server, Fault::Lost(how)));
+        }
         let Some(stall) = self.holdings.poll_stalled(now, Duration::ZERO) else { return Ok(()) };
-        let gone = |n: &NodeId| self.peers[n.index()].as_ref().is_some_and(|p| p.departed);
+        let gone = |n: &NodeId| departed(*n) || (*n == self.me && self.finishing);
         if let Some(&node) = stall.missing.iter().find(|n| gone(n)) {
             let (chunk, layer) = (stall.key.index, self.layer_name(stall.key.layer));
             return Err(Error::Lost {
@@ -469,6 +501,9 @@ fn serve_events(
         for event in events.iter().filter(|e| e.token() != MAILBOX) {
             let node = NodeId(event.token().0 as u16);
             let readable = event.is_readable() || event.is_read_closed() || event.is_error();
+            if event.is_read_closed() || event.is_error() {
+                lane.handle_closed(node);
+            }
             lane.handle_ready(node, readable, event.is_writable() || event.is_write_closed());
         }
     }

@@ -16,7 +16,7 @@ use poseidon_link::{
 use std::collections::BTreeSet;
 use std::net::{IpAddr, Ipv4Addr, ToSocketAddrs};
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicU16, Ordering};
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -83,7 +83,9 @@ impl Node {
             unix: listener.unix().map(String::from),
             version: env!("CARGO_PKG_VERSION").into(),
         };
-        let (serving, arrivals) = receive_callers(listener, config, &credentials)?;
+        let connected = Arc::new(AtomicU16::new(0));
+        let (serving, arrivals) =
+            receive_callers(listener, config, &credentials, connected.clone())?;
 
         let caller = Caller { purpose: Purpose::Control, node: config.node(), lane: LaneId(0) };
         let to = Address::Tcp(meeting_point.clone());
@@ -97,6 +99,7 @@ impl Node {
         let book = Arc::new(coordinator::join(&mut stream, join, &meeting_point)?);
 
         let links = gather_links(config, &book, &credentials, &arrivals)?;
+        connected.store(book.cluster.lanes(), Ordering::Relaxed);
         let layers: Arc<[Layer]> = book.job.layers.clone().into();
         let board = Arc::new(Board::new(layers.len()));
         let counters = Arc::new(Counters::default());
@@ -235,11 +238,13 @@ fn serve_coordinator(config: &Config) -> Result<Coordinator, Error> {
 
 type Arrival = (Hello, Stream);
 
-/// Lets nodes of the job in and queues their connections.
+/// Lets nodes of the job in and queues their connections, until every node is `connected` by so
+/// many lanes.
 fn receive_callers(
     listener: Listener,
     config: &Config,
     credentials: &Credentials,
+    connected: Arc<AtomicU16>,
 ) -> Result<(Serving, Receiver<Arrival>), Error> {
     let nodes = usize::from(config.workers) + usize::from(config.servers.extra());
     let me = config.node();
@@ -251,7 +256,11 @@ fn receive_callers(
         if hello.node.index() >= nodes || hello.node <= me {
             return Err(Status::Node);
         }
-        Ok(())
+        match connected.load(Ordering::Relaxed) {
+            0 => Ok(()),
+            lanes if hello.lane.0 >= lanes => Err(Status::Lane),
+            _ => Err(Status::Node),
+        }
     };
     let (sender, arrivals) = mpsc::channel();
     let deliver = move |hello, stream| {

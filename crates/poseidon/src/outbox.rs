@@ -56,6 +56,13 @@ impl Outbox {
         self.batch.is_empty() && self.waiting.is_empty()
     }
 
+    /// Hands every frame to `gone` instead of a link.
+    pub(crate) fn discard(&mut self, mut gone: impl FnMut(Payload)) {
+        self.written = 0;
+        self.batch.drain(..).for_each(|frame| gone(frame.payload));
+        self.waiting.drain().for_each(|waiting| gone(waiting.frame.payload));
+    }
+
     /// Forgets all frames the link has not begun to take.
     pub(crate) fn drop_unsent(&mut self) {
         self.waiting.clear();

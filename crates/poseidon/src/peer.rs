@@ -30,6 +30,9 @@ pub(crate) struct Peer {
     broken: bool,
     /// It has said goodbye: nothing more comes.
     pub(crate) departed: bool,
+    /// The other end has closed. That is reported once, perhaps together with its last bytes, so
+    /// from then on a short read does not mean that there is nothing more to read.
+    closed: bool,
 }
 
 /// What the next bytes are.
@@ -85,6 +88,7 @@ impl Peer {
             spoke: now,
             broken: false,
             departed: false,
+            closed: false,
         }
     }
 
@@ -96,6 +100,12 @@ impl Peer {
         }
         self.readable |= readable || both;
         self.writable |= writable || both;
+    }
+
+    /// The other end has closed: what it has sent is still there to be read.
+    pub(crate) fn handle_closed(&mut self) {
+        self.closed = true;
+        self.readable = true;
     }
 
     pub(crate) fn node(&self) -> NodeId {
@@ -112,6 +122,11 @@ impl Peer {
 
     pub(crate) fn has_unsent(&self) -> bool {
         !self.outbox.is_empty()
+    }
+
+    /// Forgets everything that is still to be written: nobody reads it.
+    pub(crate) fn discard(&mut self, holdings: &mut Holdings) {
+        self.outbox.discard(|payload| holdings.sent(payload));
     }
 
     /// Forgets what has not been begun.
@@ -202,7 +217,7 @@ impl Peer {
             }
             counters.bytes_received.fetch_add(bytes as u64, Ordering::Relaxed);
             self.heard = now;
-            self.readable = !drained;
+            self.readable = !drained || self.closed;
             budget = budget.saturating_sub(bytes);
             while self.advance(holdings, counters, now)? {}
         }

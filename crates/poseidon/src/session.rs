@@ -214,6 +214,9 @@ impl Session {
             return Err(Error::NotInitialised { layer: self.name(layer), optimizer });
         }
         let rate = f32::from_bits(self.rate.load(Ordering::Relaxed));
+        if !rate.is_finite() {
+            return Err(Error::Config(format!("learning rate {rate}: expected a number")));
+        }
         let clock = state.clock.next();
         self.dispatch(
             &mut state,

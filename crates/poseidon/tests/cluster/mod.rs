@@ -1,11 +1,80 @@
 //! A whole cluster in one process: every node its own threads, real sockets between them.
 #![allow(dead_code, reason = "each test file uses a part of it")]
 
+pub(crate) mod fake;
+
 use poseidon::config::{Carriers, Config, Member, credentials};
 use poseidon::session::Builder;
-use poseidon::{Coordinator, Error, Secret, Servers, Session, serve};
+use poseidon::{
+    ChunkSize, Clock, Coordinator, Error, Job, Layer, Optimizer, Placement, Reduction, Secret,
+    Servers, Session, serve,
+};
 use std::net::{IpAddr, Ipv4Addr};
+use std::ops::Range;
+use std::sync::mpsc;
+use std::thread;
 use std::time::Duration;
+
+/// Runs `test` and returns what it returns, or panics if that takes longer than any test should:
+/// a hang is a failure with a name.
+pub(crate) fn without_hanging<T: Send + 'static>(test: impl FnOnce() -> T + Send + 'static) -> T {
+    let (done, outcome) = mpsc::channel();
+    let thread = thread::spawn(move || {
+        let _ = done.send(test());
+    });
+    match outcome.recv_timeout(Duration::from_secs(90)) {
+        Ok(value) => value,
+        Err(mpsc::RecvTimeoutError::Timeout) => panic!("hangs"),
+        Err(mpsc::RecvTimeoutError::Disconnected) => match thread.join() {
+            Err(panic) => std::panic::resume_unwind(panic),
+            Ok(()) => unreachable!("a thread that ends well has sent its value"),
+        },
+    }
+}
+
+/// A small job of two layers, of which every node of a small cluster holds chunks.
+pub(crate) fn job() -> Job {
+    Job {
+        layers: vec![Layer::new("a", 100), Layer::new("b", 300)],
+        optimizer: Optimizer::Reduce(Reduction::Sum),
+        chunk: ChunkSize::at_most(256),
+        placement: Placement::Balanced,
+        deterministic: false,
+    }
+}
+
+/// Begins a worker of `job`.
+pub(crate) fn builder(config: Config, job: &Job) -> Builder {
+    Session::builder(config)
+        .layers(job.layers.clone())
+        .optimizer(job.optimizer.clone())
+        .chunk_size(job.chunk)
+        .placement(job.placement)
+        .deterministic(job.deterministic)
+}
+
+/// One clock of [`job`]: sends every layer, receives every layer, and checks each element of the
+/// sum. Only `ranks` contribute anything but zeros.
+pub(crate) fn step(session: &Session, clock: u64, ranks: Range<u16>) -> Result<(), Error> {
+    // Sums exactly in f32, whatever the order.
+    let value = |rank: u16, layer: usize, i: usize| {
+        (usize::from(rank) * 7 + layer * 3 + i % 101 + clock as usize) as f32
+    };
+    let layers = session.book().job.layers.iter().enumerate();
+    for (position, layer) in layers.clone().rev() {
+        let gradient = (0..layer.len).map(|i| value(session.rank(), position, i));
+        session.send(session.layer(&layer.name)?, gradient.collect::<Vec<_>>().into())?;
+    }
+    for (position, layer) in layers {
+        let received = session.receive(session.layer(&layer.name)?)?;
+        assert_eq!(received.clock, Clock(clock));
+        for (i, got) in received.result.iter().enumerate() {
+            let expected: f32 = ranks.clone().map(|rank| value(rank, position, i)).sum();
+            assert_eq!(*got, expected, "layer '{}' element {i} clock {clock}", layer.name);
+        }
+    }
+    Ok(())
+}
 
 /// How a test cluster is laid out.
 #[derive(Clone, Copy, Debug)]
@@ -23,6 +92,12 @@ impl Layout {
 
     /// The coordinator of such a cluster, and the configuration of its worker 0.
     pub(crate) fn coordinator(&self) -> (Coordinator, Config) {
+        // A machine that builds something else at the same time may take long to start a thread.
+        self.coordinator_within(Duration::from_secs(60))
+    }
+
+    /// As [`coordinator`](Self::coordinator), with a limit on how long nodes wait for each other.
+    pub(crate) fn coordinator_within(&self, patience: Duration) -> (Coordinator, Config) {
         let secret = Secret::random().unwrap();
         let mut config = Config::alone(secret.clone());
         config.workers = self.workers;
@@ -31,8 +106,7 @@ impl Layout {
         config.carrier = self.carrier;
         config.cluster = "test".into();
         config.serves_coordinator = false;
-        // A machine that builds something else at the same time may take long to start a thread.
-        config.connect_timeout = Duration::from_secs(60);
+        config.connect_timeout = patience;
         let ip = IpAddr::V4(Ipv4Addr::LOCALHOST);
         let door = credentials("test", secret);
         let coordinator = Coordinator::bind(ip, 0, door, config.connect_timeout).unwrap();
@@ -61,7 +135,7 @@ impl Layout {
         describe: impl Fn(Builder) -> Builder + Sync,
         work: impl Fn(Session) -> Result<T, Error> + Sync,
     ) -> Vec<Result<T, Error>> {
-        std::thread::scope(|scope| {
+        thread::scope(|scope| {
             for index in 0..self.servers.extra() {
                 let mut config = config.clone();
                 config.member = Member::Server(index);

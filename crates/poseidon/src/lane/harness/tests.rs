@@ -1,0 +1,224 @@
+//! The runtime under simulated delays, resets, stalls and silence.
+
+use super::*;
+use crate::lane::run;
+use poseidon_core::ChunkKey;
+use poseidon_core::wire::{Header, Purpose};
+use poseidon_link::{Address, Caller, Credentials, Listener, Secret, Stream, connect};
+use proptest::prelude::*;
+use std::io::{Read, Write};
+use std::net::{IpAddr, Ipv4Addr};
+use std::ptr::NonNull;
+use std::sync::Mutex;
+use std::sync::mpsc::{Receiver, SyncSender, channel, sync_channel};
+use std::time::Instant;
+
+fn setups(workers: std::ops::RangeInclusive<u16>) -> impl Strategy<Value = Setup> {
+    let servers = prop_oneof![
+        Just(Servers::Colocated),
+        (1u16..4).prop_map(Servers::Dedicated),
+        (1u16..3).prop_map(Servers::Mixed),
+    ];
+    let layers = proptest::collection::vec(0usize..400, 1..4);
+    let size = (workers, servers, 1u16..3);
+    (any::<u64>(), size, layers, 1u64..4, any::<bool>()).prop_map(
+        |(seed, (workers, servers, lanes), layers, clocks, deterministic)| Setup {
+            seed,
+            workers,
+            servers,
+            lanes,
+            layers,
+            clocks,
+            deterministic,
+        },
+    )
+}
+
+/// A moment at which no worker has finished yet.
+fn moment(setup: &Setup, part: f64) -> Duration {
+    setup.run(None).first_goodbye.expect("an undisturbed run ends").mul_f64(part)
+}
+
+/// Everybody has stopped soon after the trouble. If that cost a result, everybody has an error;
+/// and nobody's error names anybody but a culprit.
+fn check_everybody_knows(setup: &Setup, report: &Report, began: Duration, limit: Duration) {
+    let ended = report.ended.unwrap_or_else(|| panic!("some lanes never stopped: {report:?}"));
+    // The rest is for ticks, last words and slow links.
+    let bound = limit + Duration::from_secs(10);
+    assert!(ended - began <= bound, "took {:?}: {report:?}", ended - began);
+    for (node, failure) in report.failures.iter().enumerate() {
+        match failure {
+            Some(words) => {
+                let named = report.culprits.iter().any(|culprit| words.contains(culprit));
+                assert!(named, "node {node} blames somebody else: {words}\n{report:?}");
+            }
+            None => assert_eq!(report.delivered, setup.results(), "node {node} knows nothing"),
+        }
+    }
+}
+
+fn check_all_well(setup: &Setup, report: &Report) {
+    assert!(report.failures.iter().all(Option::is_none), "{report:?}");
+    assert!(report.ended.is_some(), "some lanes never stopped: {report:?}");
+    assert_eq!(report.delivered, setup.results());
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 32, failure_persistence: None, ..Default::default() })]
+
+    #[test]
+    fn sums_are_exact_over_any_links(setup in setups(1..=5)) {
+        check_all_well(&setup, &setup.run(None));
+    }
+
+    #[test]
+    fn a_reset_stops_everybody(setup in setups(2..=5), part in 0.0..1.0, link: u64) {
+        let at = moment(&setup, part);
+        let report = setup.run(Some((at, Trouble::Reset(link))));
+        check_everybody_knows(&setup, &report, at, Duration::ZERO);
+    }
+
+    #[test]
+    fn a_link_that_goes_dead_stops_everybody(
+        setup in setups(2..=5), part in 0.0..1.0, link: u64, longer in 1u64..100,
+    ) {
+        let at = moment(&setup, part);
+        let time = SILENCE + Duration::from_secs(longer);
+        let report = setup.run(Some((at, Trouble::Stall(link, time))));
+        check_everybody_knows(&setup, &report, at, SILENCE);
+    }
+
+    #[test]
+    fn a_link_that_comes_back_in_time_does_no_harm(
+        setup in setups(2..=5), part in 0.0..1.0, link: u64, ms in 1u64..12_000,
+    ) {
+        let at = moment(&setup, part);
+        let report = setup.run(Some((at, Trouble::Stall(link, Duration::from_millis(ms)))));
+        check_all_well(&setup, &report);
+    }
+
+    #[test]
+    fn everybody_learns_who_gave_up(setup in setups(2..=5), part in 0.0..1.0, worker: u16) {
+        let at = moment(&setup, part);
+        let worker = NodeId(worker % setup.workers);
+        let report = setup.run(Some((at, Trouble::Abort(worker))));
+        check_everybody_knows(&setup, &report, at, Duration::ZERO);
+        prop_assert!(report.failures.iter().all(Option::is_some));
+        for words in report.failures.into_iter().flatten() {
+            prop_assert!(words.contains("enough"), "the reason is lost: {}", words);
+        }
+    }
+
+    #[test]
+    fn everybody_learns_who_stopped_sending(setup in setups(2..=5), worker: u16) {
+        // Only layers with parameters are waited for.
+        let setup = Setup { layers: setup.layers.iter().map(|len| len + 1).collect(), ..setup };
+        let worker = NodeId(worker % setup.workers);
+        let report = setup.run(Some((Duration::ZERO, Trouble::Mute(worker))));
+        check_everybody_knows(&setup, &report, Duration::ZERO, STALL);
+        for words in report.failures.into_iter().flatten() {
+            let facts = ["chunk ", " of layer 'layer", " at clock 1 "];
+            prop_assert!(facts.iter().all(|f| words.contains(f)), "{}", words);
+        }
+    }
+}
+
+/// A worker that had finished was not told that the others live: its servers looked dead to it.
+#[test]
+fn those_who_have_finished_hear_that_the_others_live() {
+    let setup = Setup {
+        seed: 11617450785165941229,
+        workers: 5,
+        servers: Servers::Dedicated(3),
+        lanes: 2,
+        layers: vec![364, 192],
+        clocks: 3,
+        deterministic: false,
+    };
+    let at = moment(&setup, 0.9048830367956459);
+    let time = SILENCE + Duration::from_secs(60);
+    let report = setup.run(Some((at, Trouble::Stall(16970806467425619688, time))));
+    check_everybody_knows(&setup, &report, at, SILENCE);
+}
+
+/// A layer of one parameter that, when it is let go, holds the thread that does so until it is told
+/// to go on.
+struct Hold {
+    memory: Box<f32>,
+    held: SyncSender<()>,
+    go_on: Mutex<Receiver<()>>,
+}
+
+impl Drop for Hold {
+    fn drop(&mut self) {
+        let _ = self.held.send(());
+        let _ = self.go_on.get_mut().unwrap().recv_timeout(Duration::from_secs(60));
+    }
+}
+
+/// Readiness is reported once for bytes and end together, and a short read is not the end.
+#[test]
+fn a_close_that_arrives_with_the_last_bytes_is_noticed_at_once() {
+    let (link, mut far) = connected();
+    let setup = Setup {
+        seed: 0,
+        workers: 2,
+        servers: Servers::Colocated,
+        lanes: 1,
+        layers: vec![1],
+        clocks: 1,
+        deterministic: false,
+    };
+    let node = World::new(&setup).start(NodeId(0), vec![vec![(NodeId(1), link)]]);
+    let Node { board, mut lanes, .. } = node;
+    let lane = lanes.remove(0).unwrap().lane;
+    let poll = mio::Poll::new().unwrap();
+    let (mailbox, commands) = channel();
+
+    // Both workers contribute, the lane answers, lets go of the layer's memory and is held there.
+    let (held, is_held) = sync_channel(1);
+    let (release, go_on) = channel();
+    let mut hold = Box::new(Hold { memory: Box::new(1.0), held, go_on: go_on.into() });
+    let start = NonNull::from(&mut *hold.memory);
+    // SAFETY: `hold` keeps the memory, and nobody touches it there.
+    let gradient = unsafe { Buffer::from_raw(start, 1, hold) };
+    let (layer, clock, kind) = (LayerId(0), Clock(1), Kind::Push);
+    board.begin(layer, 1);
+    let exchange = Exchange { layer, clock, kind, rate: 0.0, gradient, destination: None };
+    assert!(mailbox.send(Command::Send(Arc::new(exchange))).is_ok());
+    let thread = std::thread::spawn(move || run(lane, poll, &commands, Instant::now(), None));
+    let (sender, chunk) = (NodeId(1), ChunkKey { layer, index: 0 });
+    let push = Header { kind, sender, chunk, value: 0.0, clock, length: 4 };
+    far.write_all(&push.encode()).unwrap();
+    far.write_all(&2f32.to_le_bytes()).unwrap();
+    is_held.recv_timeout(Duration::from_secs(60)).expect("the lane lets go of the memory");
+    let mut update = [0; Header::SIZE + 4];
+    far.read_exact(&mut update).unwrap();
+    assert_eq!(update[Header::SIZE..], 3f32.to_le_bytes());
+
+    // It has read everything. Half a header and the end arrive before it looks again.
+    far.write_all(&[0; 10]).unwrap();
+    // Only its own direction: a heartbeat into a closed connection would be told at once.
+    let mut far = far.into_calling_link(false).unwrap();
+    far.finish().unwrap();
+    release.send(()).unwrap();
+
+    thread.join().unwrap();
+    let words = board.failure().expect("the peer is gone").to_string();
+    assert!(words.contains("worker 1") && words.contains("closed the connection"), "{words}");
+}
+
+/// A link and the stream at its other end.
+fn connected() -> (Box<dyn Link>, Stream) {
+    let credentials = Credentials { cluster: [0; 16], secret: Secret::random().unwrap() };
+    let listener = Listener::bind(IpAddr::V4(Ipv4Addr::LOCALHOST), 0, false).unwrap();
+    let (deliver, arrivals) = channel();
+    let deliver = move |_, stream: Stream| deliver.send(stream).unwrap();
+    let serving = listener.serve(credentials.clone(), |_| Ok(()), deliver).unwrap();
+    let address = Address::Tcp(serving.tcp().to_string());
+    let caller = Caller { purpose: Purpose::Lane, node: NodeId(1), lane: LaneId(0) };
+    let deadline = Instant::now() + Duration::from_secs(60);
+    let far = connect(&address, caller, &credentials, deadline).unwrap();
+    let near = arrivals.recv_timeout(Duration::from_secs(60)).unwrap();
+    (near.into_called_link().unwrap(), far)
+}

@@ -1,0 +1,198 @@
+//! A node made by hand. It joins as `docs/wire.md` says, can take an honest part in a clock, and
+//! otherwise says whatever a test wants it to.
+
+use poseidon::config::Config;
+use poseidon::{Book, Clock, Job, LayerId, NodeId};
+use poseidon_core::wire::{Header, Kind, Purpose};
+use poseidon_core::{ChunkKey, LaneId, Plan, Shard};
+use poseidon_link::{Address, Caller, Stream, connect};
+use serde_json::{Value, json};
+use std::collections::BTreeMap;
+use std::io::{Read, Write};
+use std::time::{Duration, Instant};
+
+pub(crate) struct Fake {
+    pub(crate) me: NodeId,
+    pub(crate) book: Book,
+    pub(crate) plan: Plan,
+    /// To every node with a lower id, which is everybody: a fake is the last node. One lane.
+    pub(crate) links: BTreeMap<NodeId, Stream>,
+}
+
+impl Fake {
+    /// Joins through the coordinator and calls everybody. Workers bring the job they believe in.
+    pub(crate) fn join(config: &Config, job: Option<&Job>) -> Self {
+        let me = config.node();
+        let book = register(config, job, "elsewhere").expect("the coordinator lets the fake in");
+        let mut fake = Self { me, plan: book.plan(), book, links: BTreeMap::new() };
+        let me_works = fake.book.cluster.role(me).unwrap().worker;
+        for node in fake.book.cluster.node_ids().filter(|&n| n < me) {
+            let role = fake.book.cluster.role(node).unwrap();
+            if !role.server && me_works {
+                continue;
+            }
+            let to = Address::Tcp(fake.book.nodes[node.index()].tcp.clone());
+            let caller = Caller { purpose: Purpose::Lane, node: me, lane: LaneId(0) };
+            let mut stream = connect(&to, caller, &config.credentials(), deadline()).unwrap();
+            stream.set_deadline(Some(deadline()));
+            fake.links.insert(node, stream);
+        }
+        fake
+    }
+
+    /// Writes `bytes` as they are.
+    pub(crate) fn write(&mut self, to: NodeId, bytes: &[u8]) {
+        // The other end may have hung up already, which is what most tests are after.
+        let _ = self.links.get_mut(&to).expect("no link").write_all(bytes);
+    }
+
+    /// The next frame from `node` that is not a heartbeat.
+    pub(crate) fn read(&mut self, node: NodeId) -> (Header, Vec<u8>) {
+        let link = self.links.get_mut(&node).expect("no link");
+        loop {
+            let (header, payload) = read_frame(link).expect("an honest node's frame");
+            if header.kind != Kind::Heartbeat {
+                return (header, payload);
+            }
+        }
+    }
+
+    /// The chunks `node` holds.
+    pub(crate) fn chunks_of(&self, node: NodeId) -> Vec<ChunkKey> {
+        let shard = Shard { node, lane: LaneId(0) };
+        let chunks = self.plan.all_chunks();
+        chunks.filter(|(_, s)| *s == shard).map(|(key, _)| key).collect()
+    }
+
+    /// The header of this node's contribution to `chunk` at `clock`.
+    pub(crate) fn push(&self, chunk: ChunkKey, clock: u64) -> Header {
+        let length = (self.plan.len(chunk) * size_of::<f32>()) as u32;
+        let (kind, sender, clock) = (Kind::Push, self.me, Clock(clock));
+        Header { kind, sender, chunk, value: 0.0, clock, length }
+    }
+
+    /// A frame of `header` with a payload of as many zeros as it says.
+    pub(crate) fn frame(header: &Header) -> Vec<u8> {
+        let mut frame = header.encode().to_vec();
+        frame.resize(Header::SIZE + header.length as usize, 0);
+        frame
+    }
+
+    /// Takes an honest part in one clock: as a worker contributes zeros, as a server answers with
+    /// sums.
+    pub(crate) fn take_part(&mut self, clock: u64) {
+        self.contribute(clock);
+        let sums = self.collect(clock);
+        self.answer(clock, &sums);
+    }
+
+    /// Sends zeros for every chunk of other nodes, if this node is a worker.
+    pub(crate) fn contribute(&mut self, clock: u64) {
+        if !self.book.cluster.role(self.me).unwrap().worker {
+            return;
+        }
+        for node in self.nodes() {
+            for chunk in self.chunks_of(node) {
+                let frame = Self::frame(&self.push(chunk, clock));
+                self.write(node, &frame);
+            }
+        }
+    }
+
+    /// Reads everybody's contributions to this node's chunks, and the updates of everybody else's.
+    pub(crate) fn collect(&mut self, clock: u64) -> BTreeMap<ChunkKey, Vec<f32>> {
+        let mine = self.chunks_of(self.me);
+        let mut sums: BTreeMap<_, _> =
+            mine.iter().map(|&chunk| (chunk, vec![0.0; self.plan.len(chunk)])).collect();
+        let me_works = self.book.cluster.role(self.me).unwrap().worker;
+        for node in self.nodes() {
+            let updates = if me_works { self.chunks_of(node).len() } else { 0 };
+            for _ in 0..mine.len() + updates {
+                let (header, payload) = self.read(node);
+                assert_eq!((header.sender, header.clock), (node, Clock(clock)), "{header:?}");
+                if header.kind == Kind::Push {
+                    let sum = sums.get_mut(&header.chunk).expect("a push to another's chunk");
+                    for (sum, bytes) in sum.iter_mut().zip(payload.as_chunks().0) {
+                        *sum += f32::from_le_bytes(*bytes);
+                    }
+                }
+            }
+        }
+        sums
+    }
+
+    /// Sends everybody the results of this node's chunks.
+    pub(crate) fn answer(&mut self, clock: u64, sums: &BTreeMap<ChunkKey, Vec<f32>>) {
+        for node in self.nodes() {
+            for (&chunk, sum) in sums {
+                let header = Header { kind: Kind::Update, ..self.push(chunk, clock) };
+                let mut frame = header.encode().to_vec();
+                frame.extend(sum.iter().flat_map(|value| value.to_le_bytes()));
+                self.write(node, &frame);
+            }
+        }
+    }
+
+    fn nodes(&self) -> Vec<NodeId> {
+        self.links.keys().copied().collect()
+    }
+}
+
+/// Joins the job of `config` from `host`, at an address where nobody listens. The error is the
+/// coordinator's reason.
+pub(crate) fn register(config: &Config, job: Option<&Job>, host: &str) -> Result<Book, String> {
+    let node = config.node();
+    let mut stream = control(config, node);
+    let join = json!({
+        "type": "join",
+        "facts": { "node": node, "host": host, "tcp": "127.0.0.1:9", "unix": null, "version": "0" },
+        "workers": config.workers,
+        "servers": config.servers.to_string(),
+        "lanes": config.lanes,
+        "job": job,
+    });
+    let answer = ask(&mut stream, node, &join);
+    match answer["type"].as_str() {
+        Some("book") => Ok(serde_json::from_value(answer).unwrap()),
+        Some("refused") => Err(answer["reason"].as_str().unwrap().into()),
+        _ => panic!("expected a book, got {answer}"),
+    }
+}
+
+/// A control connection to the coordinator.
+pub(crate) fn control(config: &Config, node: NodeId) -> Stream {
+    let caller = Caller { purpose: Purpose::Control, node, lane: LaneId(0) };
+    let to = Address::Tcp(config.coordinator.clone());
+    let mut stream = connect(&to, caller, &config.credentials(), deadline()).unwrap();
+    stream.set_deadline(Some(deadline()));
+    stream
+}
+
+/// Says one thing on a control connection and hears one back.
+pub(crate) fn ask(stream: &mut Stream, sender: NodeId, message: &Value) -> Value {
+    let body = message.to_string();
+    let header = Header::bare(Kind::Control, sender, body.len() as u32);
+    stream.write_all(&header.encode()).unwrap();
+    stream.write_all(body.as_bytes()).unwrap();
+    let (header, body) = read_frame(stream).unwrap();
+    assert_eq!(header.kind, Kind::Control);
+    serde_json::from_slice(&body).unwrap()
+}
+
+pub(crate) fn chunk(layer: u32, index: u32) -> ChunkKey {
+    ChunkKey { layer: LayerId(layer), index }
+}
+
+fn read_frame(stream: &mut Stream) -> std::io::Result<(Header, Vec<u8>)> {
+    let mut head = [0; Header::SIZE];
+    stream.read_exact(&mut head)?;
+    let header = Header::decode(&head).map_err(std::io::Error::other)?;
+    let mut payload = vec![0; header.length as usize];
+    stream.read_exact(&mut payload)?;
+    Ok((header, payload))
+}
+
+/// Long enough to be reached only when something is broken.
+fn deadline() -> Instant {
+    Instant::now() + Duration::from_secs(60)
+}

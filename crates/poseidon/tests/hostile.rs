@@ -1,0 +1,664 @@
+//! Strangers at the door, and nodes of the job that break the rules: the first are turned away and
+//! nobody notices, the others stop the job with an error that names them.
+
+mod cluster;
+
+use cluster::fake::{self, Fake, chunk};
+use cluster::{Layout, builder, job, step, without_hanging};
+use poseidon::config::{Carriers, Config, Member};
+use poseidon::{Book, Buffer, ChunkSize, Clock, Error, Job, Layer, NodeId, Secret, Servers};
+use poseidon_core::LaneId;
+use poseidon_core::wire::{Challenge, Header, Hello, Kind, NOBODY, Purpose, Status};
+use poseidon_link::{Address, Caller, ConnectError, Credentials, HandshakeError, connect};
+use serde_json::json;
+use std::io::{Read, Write};
+use std::net::TcpStream;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::mpsc::channel;
+use std::thread;
+use std::time::{Duration, Instant};
+
+/// Two workers exchange, clock after clock, while `visit` does something to them; afterwards they
+/// exchange some more and finish.
+fn undisturbed_by(visit: impl FnOnce(&Config, &Book) + Send + 'static) {
+    without_hanging(move || {
+        let layout = Layout { carrier: Carriers::Tcp, ..Layout::workers(2) };
+        let (_coordinator, config) = layout.coordinator();
+        let (stop, clocks) = (AtomicBool::new(false), AtomicU64::new(0));
+        let (tell, book) = channel();
+        let work = |mut config: Config, rank| {
+            config.member = Member::Worker(rank);
+            let session = builder(config, &job()).layer(Layer::new("stop", 1)).start()?;
+            let _ = tell.send(session.book().clone());
+            let flag = session.layer("stop")?;
+            for clock in 1u64.. {
+                // Small enough to sum exactly.
+                let factor = (clock % 100) as f32;
+                // The workers agree on the last clock by exchanging whether somebody wants it.
+                let wanted = f32::from(stop.load(Ordering::Relaxed));
+                let layers = ["a", "b"].map(|name| session.layer(name));
+                for layer in layers.into_iter().rev() {
+                    let len = session.book().job.layers[layer.clone()?.index()].len;
+                    let values = (0..len).map(|i| (i + usize::from(rank)) as f32 * factor);
+                    session.send(layer?, values.collect::<Vec<_>>().into())?;
+                }
+                session.send(flag, vec![wanted].into())?;
+                for layer in ["a", "b"] {
+                    let sum = session.receive(session.layer(layer)?)?.result;
+                    let exact = |i: usize| (2 * i + 1) as f32 * factor;
+                    assert!(sum.iter().enumerate().all(|(i, got)| *got == exact(i)), "{layer}");
+                }
+                clocks.fetch_add(1, Ordering::Relaxed);
+                if session.receive(flag)?.result[0] > 0.0 {
+                    break;
+                }
+            }
+            session.finish()
+        };
+        thread::scope(|scope| {
+            let (work, config) = (&work, &config);
+            let workers = [0, 1].map(|rank| scope.spawn(move || work(config.clone(), rank)));
+            let book: Book = book.recv().expect("the job starts");
+            visit(config, &book);
+            let before = clocks.load(Ordering::Relaxed);
+            while clocks.load(Ordering::Relaxed) < before + 6
+                && workers.iter().all(|w| !w.is_finished())
+            {
+                thread::yield_now();
+            }
+            stop.store(true, Ordering::Relaxed);
+            for worker in workers {
+                worker.join().unwrap().expect("the job goes on");
+            }
+        });
+    });
+}
+
+/// Where this job can be knocked at: both nodes and the coordinator.
+fn doors(config: &Config, book: &Book) -> [(String, Purpose); 3] {
+    let node = |n: usize| (book.nodes[n].tcp.clone(), Purpose::Lane);
+    [node(0), node(1), (config.coordinator.clone(), Purpose::Control)]
+}
+
+fn dial(address: &str) -> TcpStream {
+    let stream = TcpStream::connect(address).unwrap();
+    stream.set_read_timeout(Some(Duration::from_secs(60))).unwrap();
+    stream
+}
+
+/// Says `bytes` to the listener at `address` and returns the status it answers with.
+fn knock(address: &str, bytes: &[u8]) -> Status {
+    let mut stream = dial(address);
+    stream.write_all(bytes).unwrap();
+    let mut answer = [0; Challenge::SIZE];
+    stream.read_exact(&mut answer).unwrap();
+    let status = Challenge::decode(&answer).unwrap().status;
+    // And then it hangs up.
+    assert_eq!(stream.read(&mut answer).unwrap_or(0), 0);
+    status
+}
+
+/// How the listener at `address` answers a caller that knows how to shake hands.
+fn call(address: &str, caller: Caller, credentials: &Credentials) -> Option<Status> {
+    let deadline = Instant::now() + Duration::from_secs(60);
+    match connect(&Address::Tcp(address.into()), caller, credentials, deadline) {
+        Ok(_) => None,
+        Err(ConnectError::Handshake { reason: HandshakeError::Refused(status), .. }) => {
+            Some(status)
+        }
+        Err(other) => panic!("{other}"),
+    }
+}
+
+fn hello(purpose: Purpose, credentials: &Credentials) -> Hello {
+    let (node, lane, cluster) = (NodeId(1), LaneId(0), credentials.cluster);
+    Hello { purpose, node, lane, cluster, nonce: [7; 32] }
+}
+
+#[test]
+fn strangers_are_told_why_they_are_refused() {
+    undisturbed_by(|config, book| {
+        let ours = config.credentials();
+        for (door, purpose) in doors(config, book) {
+            assert_eq!(knock(&door, &[0xa5; 64]), Status::Garbage);
+            assert_eq!(knock(&door, b"GET / HTTP/1.1\r\nHost: a\r\n\r\n"), Status::Garbage);
+            let mut older = hello(purpose, &ours).encode();
+            older[8] = 9;
+            assert_eq!(knock(&door, &older), Status::Version);
+            let mut odd = hello(purpose, &ours).encode();
+            odd[10] = 3;
+            assert_eq!(knock(&door, &odd), Status::Purpose);
+            let mut other = hello(purpose, &ours);
+            other.cluster = [1; 16];
+            assert_eq!(knock(&door, &other.encode()), Status::Cluster);
+
+            let caller = Caller { purpose, node: NodeId(1), lane: LaneId(0) };
+            let wrong = Credentials { secret: Secret::random().unwrap(), ..ours.clone() };
+            assert_eq!(call(&door, caller, &wrong), Some(Status::Secret));
+            let elsewhere = match purpose {
+                Purpose::Lane => Purpose::Control,
+                Purpose::Control => Purpose::Lane,
+            };
+            let lost = Caller { purpose: elsewhere, ..caller };
+            assert_eq!(call(&door, lost, &ours), Some(Status::Purpose));
+        }
+    });
+}
+
+#[test]
+fn a_caller_that_falls_silent_in_its_hello_is_hung_up_on() {
+    undisturbed_by(|config, book| {
+        let bytes = hello(Purpose::Lane, &config.credentials()).encode();
+        let callers = doors(config, book).map(|(door, _)| {
+            let mut stream = dial(&door);
+            stream.write_all(&bytes[..20]).unwrap();
+            stream
+        });
+        for mut stream in callers {
+            assert_eq!(stream.read(&mut [0; 64]).unwrap(), 0, "no status for half a hello");
+        }
+    });
+}
+
+#[test]
+fn nobody_gets_a_lane_that_is_taken_or_does_not_exist() {
+    undisturbed_by(|config, book| {
+        let ours = config.credentials();
+        let lane =
+            |node, lane| Caller { purpose: Purpose::Lane, node: NodeId(node), lane: LaneId(lane) };
+        let [zero, one] = [0, 1].map(|n| book.nodes[n].tcp.clone());
+        assert_eq!(call(&zero, lane(1, 0), &ours), Some(Status::Node), "it is connected already");
+        assert_eq!(
+            call(&one, lane(0, 0), &ours),
+            Some(Status::Node),
+            "node 0 is called, not calling"
+        );
+        assert_eq!(call(&zero, lane(7, 0), &ours), Some(Status::Node), "there is no node 7");
+        assert_eq!(call(&zero, lane(1, 9), &ours), Some(Status::Lane), "there is no lane 9");
+    });
+}
+
+#[test]
+fn two_hundred_strangers_at_once_disturb_nobody() {
+    undisturbed_by(|config, book| {
+        for (door, _) in doors(config, book) {
+            let strangers: Vec<_> = (0..200).map(|_| dial(&door)).collect();
+            for (n, mut stranger) in strangers.into_iter().enumerate() {
+                // Half of them say something; all of them leave.
+                if n % 2 == 0 {
+                    let _ = stranger.write_all(b"SSH-2.0-OpenSSH_9.6\r\n");
+                }
+            }
+        }
+        // A member is still let in.
+        let key = "cluster.workers";
+        let answer = poseidon::coordinator::query(
+            &config.coordinator,
+            &config.credentials(),
+            key,
+            Duration::from_secs(60),
+        );
+        assert_eq!(answer.unwrap(), Some(2.into()));
+    });
+}
+
+#[test]
+fn nonsense_to_the_coordinator_from_one_who_knows_the_secret_is_harmless() {
+    undisturbed_by(|config, _| {
+        let say = |header: Header, body: &[u8]| {
+            let mut stream = fake::control(config, NOBODY);
+            stream.write_all(&header.encode()).unwrap();
+            stream.write_all(body).unwrap();
+            let mut answer = Vec::new();
+            let _ = stream.read_to_end(&mut answer);
+            answer
+        };
+        let control = |length| Header::bare(Kind::Control, NOBODY, length);
+        assert_eq!(say(control(4), b"{}{}"), b"");
+        assert_eq!(say(control(u32::MAX), b""), b"");
+        assert_eq!(say(Header::bare(Kind::Push, NOBODY, 0), b""), b"");
+        let mut stream = fake::control(config, NOBODY);
+        stream.write_all(&[0xff; 64]).unwrap();
+        assert_eq!(stream.read(&mut [0; 64]).unwrap_or(0), 0);
+        let answer = fake::ask(
+            &mut fake::control(config, NOBODY),
+            NOBODY,
+            &json!({ "type": "answer", "value": 1 }),
+        );
+        assert_eq!(answer["type"], "refused");
+
+        let late = Config { member: Member::Worker(1), ..config.clone() };
+        let reason = fake::register(&late, Some(&job()), "elsewhere").unwrap_err();
+        assert!(reason.contains("started already"), "{reason}");
+    });
+}
+
+/// Two honest workers and one node that knows the secret and breaks the rules: worker 2, or the
+/// dedicated server.
+struct Trial {
+    servers: Servers,
+    job: Job,
+    silence: Duration,
+    timeout: Duration,
+    /// Whether the honest workers go on exchanging after clock 1, or wait for what comes.
+    busy: bool,
+    /// Whether the fake takes an honest part in clock 1.
+    warm: bool,
+}
+
+impl Trial {
+    fn worker() -> Self {
+        let long = Duration::from_secs(60);
+        let servers = Servers::Colocated;
+        Self { servers, job: job(), silence: long, timeout: long, busy: true, warm: true }
+    }
+
+    /// Workers do not know each other here: the one that was spared learns of it by waiting.
+    fn server() -> Self {
+        let timeout = Duration::from_secs(2);
+        Self { servers: Servers::Dedicated(1), silence: SILENCE, timeout, ..Self::worker() }
+    }
+
+    /// Lets the fake `act` and returns what the honest workers, of rank 0 and 1, make of it. Every
+    /// result they get on the way is checked.
+    fn run(self, act: impl FnOnce(&mut Fake) + Send + 'static) -> [String; 2] {
+        without_hanging(move || {
+            let member = match self.servers {
+                Servers::Colocated => Member::Worker(2),
+                _ => Member::Server(0),
+            };
+            let workers = if member == Member::Worker(2) { 3 } else { 2 };
+            let servers = self.servers;
+            let layout = Layout { servers, carrier: Carriers::Tcp, ..Layout::workers(workers) };
+            let (_coordinator, mut config) = layout.coordinator();
+            (config.silence, config.timeout) = (self.silence, self.timeout);
+            thread::scope(|scope| {
+                let (this, config) = (&self, &config);
+                let honest = [0, 1].map(|rank| {
+                    let config = Config { member: Member::Worker(rank), ..config.clone() };
+                    scope.spawn(move || this.suffer(config))
+                });
+                let config = Config { member, ..config.clone() };
+                let job = (member == Member::Worker(2)).then_some(&self.job);
+                let mut fake = Fake::join(&config, job);
+                if self.warm {
+                    fake.take_part(1);
+                }
+                act(&mut fake);
+                // The fake stays until they are done: what they see is the act, not its end.
+                honest.map(|thread| thread.join().unwrap().to_string())
+            })
+        })
+    }
+
+    fn suffer(&self, config: Config) -> Error {
+        let session = builder(config, &self.job).learning_rate(0.0).start().unwrap();
+        let first = session.layer("a").unwrap();
+        let mut run = || {
+            for clock in 1.. {
+                if clock > 1 && !self.busy {
+                    session.is_ready(first)?;
+                    thread::sleep(Duration::from_millis(1));
+                } else {
+                    step(&session, clock, 0..2)?;
+                }
+            }
+            unreachable!()
+        };
+        let run: &mut dyn FnMut() -> Result<(), Error> = &mut run;
+        let error = run().unwrap_err();
+        // A session that has failed stays failed, with the same words.
+        let again = session.send(first, Buffer::zeroed(self.job.layers[0].len)).unwrap_err();
+        let in_flight = matches!(again, Error::InFlight { .. });
+        assert!(in_flight || again.to_string() == error.to_string(), "{error}, then {again}");
+        error
+    }
+}
+
+/// Every honest worker names the fake.
+#[track_caller]
+fn all_name(culprit: &str, errors: &[String; 2]) {
+    for (rank, error) in errors.iter().enumerate() {
+        assert!(error.contains(culprit), "worker {rank} does not name {culprit}: {error}");
+    }
+}
+
+/// The worker the frame was sent to says exactly this.
+#[track_caller]
+fn says(error: &str, words: &[&str]) {
+    for word in words {
+        assert!(error.contains(word), "'{word}' is not in: {error}");
+    }
+}
+
+const ZERO: NodeId = NodeId(0);
+
+#[test]
+fn a_damaged_header() {
+    let errors = Trial::worker().run(|fake| {
+        let mut bytes = fake.push(fake.chunks_of(ZERO)[0], 2).encode();
+        bytes[20] ^= 1;
+        fake.write(ZERO, &bytes);
+    });
+    says(&errors[0], &["worker 2 sent something that is not a frame", "checksum"]);
+    all_name("worker 2", &errors);
+}
+
+#[test]
+fn flags_of_another_version() {
+    let errors = Trial::worker().run(|fake| {
+        let mut bytes = Header::bare(Kind::Heartbeat, fake.me, 0).encode();
+        bytes[1] = 0x80;
+        // With a checksum that fits: CRC-32 is linear, so the flipped bits of a flag flip known
+        // bits of the sum.
+        let flipped = |flag: u8| {
+            let mut head = [0u8; 28];
+            head[1] = flag;
+            crc32(&head) ^ crc32(&[0; 28])
+        };
+        let sum = u32::from_le_bytes(bytes[28..].try_into().unwrap()) ^ flipped(0x80);
+        bytes[28..].copy_from_slice(&sum.to_le_bytes());
+        fake.write(ZERO, &bytes);
+    });
+    says(&errors[0], &["worker 2 sent something that is not a frame", "flags 0x80"]);
+    all_name("worker 2", &errors);
+}
+
+/// CRC-32 (IEEE), bit by bit.
+fn crc32(bytes: &[u8]) -> u32 {
+    !bytes.iter().fold(!0, |sum, byte| {
+        (0..8).fold(sum ^ u32::from(*byte), |sum: u32, _| {
+            (sum >> 1) ^ (0xedb8_8320 & (sum & 1).wrapping_neg())
+        })
+    })
+}
+
+#[test]
+fn a_frame_that_ends_in_the_middle() {
+    let errors = Trial::worker().run(|fake| {
+        let frame = Fake::frame(&fake.push(fake.chunks_of(ZERO)[0], 2));
+        fake.write(ZERO, &frame[..frame.len() / 2]);
+        fake.links.clear();
+    });
+    all_name("lost worker 2", &errors);
+}
+
+#[test]
+fn a_chunk_that_does_not_exist() {
+    let errors = Trial::worker().run(|fake| {
+        let header = Header { length: 256, ..fake.push(chunk(1, 99), 2) };
+        fake.write(ZERO, &Fake::frame(&header));
+    });
+    let words = "worker 2 broke the protocol with chunk 99 of layer 'b' at clock 2: no such chunk";
+    says(&errors[0], &[words]);
+    all_name("worker 2", &errors);
+}
+
+#[test]
+fn a_chunk_that_lives_elsewhere() {
+    let errors = Trial::worker().run(|fake| {
+        let header = fake.push(fake.chunks_of(NodeId(1))[0], 2);
+        fake.write(ZERO, &Fake::frame(&header));
+    });
+    says(&errors[0], &["worker 2 broke the protocol", "at clock 2: no such chunk"]);
+    all_name("worker 2", &errors);
+}
+
+#[test]
+fn a_layer_that_does_not_exist() {
+    for kind in [Kind::Push, Kind::Update, Kind::Init] {
+        let errors = Trial::worker().run(move |fake| {
+            let header = Header { kind, length: 256, ..fake.push(chunk(u32::MAX, 0), 2) };
+            fake.write(ZERO, &Fake::frame(&header));
+        });
+        says(&errors[0], &["worker 2 broke the protocol with chunk 0 of layer '#4294967295"]);
+        all_name("worker 2", &errors);
+    }
+}
+
+#[test]
+fn an_absurd_length() {
+    for kind in [Kind::Push, Kind::Heartbeat, Kind::Bye, Kind::Abort, Kind::Control] {
+        let errors = Trial::worker().run(move |fake| {
+            let push = fake.push(fake.chunks_of(ZERO)[0], 2);
+            let header = match kind {
+                Kind::Push => Header { length: u32::MAX, ..push },
+                _ => Header::bare(kind, fake.me, u32::MAX),
+            };
+            fake.write(ZERO, &header.encode());
+        });
+        match kind {
+            Kind::Push => {
+                says(&errors[0], &["worker 2", "at clock 2: payload of 4294967295 bytes"])
+            }
+            Kind::Control => says(&errors[0], &["worker 2", "a Control frame on a lane"]),
+            _ => says(&errors[0], &["worker 2", &format!("{kind:?} of 4294967295 bytes")]),
+        }
+        all_name("worker 2", &errors);
+    }
+}
+
+#[test]
+fn a_clock_from_the_future_or_the_past() {
+    for clock in [1, 7, u64::MAX] {
+        let errors = Trial { busy: false, ..Trial::worker() }.run(move |fake| {
+            let header = fake.push(fake.chunks_of(ZERO)[0], clock);
+            fake.write(ZERO, &Fake::frame(&header));
+        });
+        let words = format!("at clock {clock}: clock {clock}, expected 2");
+        says(&errors[0], &["worker 2 broke the protocol with chunk", &words]);
+        all_name("worker 2", &errors);
+    }
+}
+
+#[test]
+fn the_same_contribution_twice() {
+    let errors = Trial { busy: false, ..Trial::worker() }.run(|fake| {
+        let frame = Fake::frame(&fake.push(fake.chunks_of(ZERO)[0], 2));
+        fake.write(ZERO, &frame);
+        fake.write(ZERO, &frame);
+    });
+    says(&errors[0], &["worker 2 broke the protocol with chunk 0 of layer", "at clock 2", "twice"]);
+    all_name("worker 2", &errors);
+}
+
+#[test]
+fn in_the_name_of_another_node() {
+    let errors = Trial::worker().run(|fake| {
+        let header = fake.push(fake.chunks_of(ZERO)[0], 2);
+        fake.write(ZERO, &Fake::frame(&Header { sender: NodeId(1), ..header }));
+    });
+    says(&errors[0], &["worker 2 sent something", "a frame of node 1 on the link of node 2"]);
+    all_name("worker 2", &errors);
+}
+
+#[test]
+fn a_control_frame_on_a_lane() {
+    let errors = Trial::worker().run(|fake| {
+        let body = br#"{"type":"query","key":""}"#;
+        let mut frame = Header::bare(Kind::Control, fake.me, body.len() as u32).encode().to_vec();
+        frame.extend_from_slice(body);
+        fake.write(ZERO, &frame);
+    });
+    says(&errors[0], &["worker 2 sent something that is not a frame: a Control frame on a lane"]);
+    all_name("worker 2", &errors);
+}
+
+#[test]
+fn a_heartbeat_with_a_payload() {
+    let errors = Trial::worker().run(|fake| {
+        fake.write(ZERO, &Fake::frame(&Header::bare(Kind::Heartbeat, fake.me, 4)));
+    });
+    says(&errors[0], &["worker 2 sent something that is not a frame: a Heartbeat of 4 bytes"]);
+    all_name("worker 2", &errors);
+}
+
+#[test]
+fn an_abort_carries_its_reason_to_everybody() {
+    let errors = Trial::worker().run(|fake| {
+        // Not even UTF-8 has to be trusted.
+        let reason = b"the loss is \xff NaN";
+        let mut frame = Header::bare(Kind::Abort, fake.me, reason.len() as u32).encode().to_vec();
+        frame.extend_from_slice(reason);
+        fake.write(ZERO, &frame);
+    });
+    says(&errors[0], &["worker 2 stopped the job: the loss is \u{fffd} NaN"]);
+    all_name("worker 2", &errors);
+}
+
+#[test]
+fn another_learning_rate() {
+    let errors = Trial::worker().run(|fake| {
+        // Once worker 0 has sent a layer, its own part of it is in: only the fake's can differ.
+        let sent = fake.read(ZERO).0;
+        assert_eq!((sent.kind, sent.clock), (Kind::Push, Clock(2)));
+        let mut chunks = fake.chunks_of(ZERO).into_iter();
+        let chunk = chunks.find(|chunk| chunk.layer == sent.chunk.layer).unwrap();
+        let header = Header { value: 0.5, ..fake.push(chunk, 2) };
+        fake.write(ZERO, &Fake::frame(&header));
+    });
+    says(&errors[0], &["worker 2", "of layer", "at clock 2", "learning rate", "0.5"]);
+    all_name("worker 2", &errors);
+}
+
+/// A job whose pushes do not fit into the buffers of a connection.
+fn large() -> Job {
+    let layers = vec![Layer::new("a", 8 << 20)];
+    Job { layers, chunk: ChunkSize::default(), ..job() }
+}
+
+/// More than the interval of heartbeats, so that the honest ones do not lose each other.
+const SILENCE: Duration = Duration::from_secs(5);
+
+#[test]
+fn one_that_stops_reading() {
+    let trial = Trial { job: large(), silence: SILENCE, warm: false, ..Trial::worker() };
+    let errors = trial.run(|fake| {
+        let heartbeat = Header::bare(Kind::Heartbeat, fake.me, 0).encode();
+        let until = Instant::now() + 2 * SILENCE;
+        let both = [ZERO, NodeId(1)];
+        while Instant::now() < until {
+            both.iter().for_each(|&node| fake.write(node, &heartbeat));
+            thread::sleep(Duration::from_millis(100));
+        }
+    });
+    all_name("lost worker 2: has not taken a byte", &errors);
+    all_name("of layer 'a' at clock 1", &errors);
+}
+
+#[test]
+fn one_that_falls_silent() {
+    let errors = Trial { silence: SILENCE, ..Trial::worker() }.run(|_| {});
+    all_name("worker 2: not heard for 5s", &errors);
+    all_name("at clock 2", &errors);
+}
+
+#[test]
+fn one_that_leaves_without_a_goodbye() {
+    let errors = Trial::worker().run(|fake| fake.links.clear());
+    all_name("lost worker 2", &errors);
+}
+
+#[test]
+fn one_that_says_goodbye_too_early() {
+    let errors = Trial::worker().run(|fake| {
+        let bye = Header::bare(Kind::Bye, fake.me, 0).encode();
+        [ZERO, NodeId(1)].iter().for_each(|&node| fake.write(node, &bye));
+    });
+    all_name("lost worker 2: it finished while others go on", &errors);
+    all_name("at clock 2", &errors);
+}
+
+#[test]
+fn an_update_of_a_chunk_the_sender_does_not_hold() {
+    let errors = Trial::worker().run(|fake| {
+        let header = fake.push(fake.chunks_of(NodeId(1))[0], 2);
+        fake.write(ZERO, &Fake::frame(&Header { kind: Kind::Update, ..header }));
+    });
+    says(&errors[0], &["worker 2 broke the protocol", "must come from node 1"]);
+    all_name("worker 2", &errors);
+}
+
+#[test]
+fn an_update_nobody_asked_for() {
+    let errors = Trial { busy: false, ..Trial::server() }.run(|fake| {
+        let header = Header { kind: Kind::Update, ..fake.push(chunk(0, 0), 1) };
+        fake.write(ZERO, &Fake::frame(&header));
+    });
+    says(
+        &errors[0],
+        &["server 0 (node 2) broke the protocol with chunk 0 of layer 'a' at clock 1"],
+    );
+    says(&errors[0], &["not in flight"]);
+    all_name("server 0", &errors);
+}
+
+/// What a server may get wrong when it answers clock 2.
+fn wrong_answer(change: impl Fn(&mut Header) + Send + 'static) -> [String; 2] {
+    Trial::server().run(move |fake| {
+        let sums = fake.collect(2);
+        let first = *sums.keys().next().unwrap();
+        let mut header = Header { kind: Kind::Update, ..fake.push(first, 2) };
+        change(&mut header);
+        fake.write(ZERO, &Fake::frame(&header));
+    })
+}
+
+#[test]
+fn an_update_of_the_wrong_size_clock_or_kind() {
+    let errors = wrong_answer(|header| header.length -= 4);
+    says(&errors[0], &["server 0 (node 2)", "chunk 0 of layer 'a' at clock 2: payload of"]);
+    all_name("server 0", &errors);
+    let errors = wrong_answer(|header| header.clock = Clock(3));
+    says(&errors[0], &["server 0 (node 2)", "chunk 0 of layer 'a' at clock 3", "expected 2"]);
+    all_name("server 0", &errors);
+    let errors = wrong_answer(|header| header.kind = Kind::Push);
+    says(&errors[0], &["server 0 (node 2) broke the protocol with chunk 0 of layer 'a'"]);
+    all_name("server 0", &errors);
+}
+
+#[test]
+fn the_same_update_twice() {
+    let errors = Trial::server().run(|fake| {
+        let sums = fake.collect(2);
+        let (&first, sum) = sums.first_key_value().unwrap();
+        let header = Header { kind: Kind::Update, ..fake.push(first, 2) };
+        let mut frame = header.encode().to_vec();
+        frame.extend(sum.iter().flat_map(|value| value.to_le_bytes()));
+        fake.write(ZERO, &frame);
+        // A wrong result must not replace the right one.
+        fake.write(ZERO, &Fake::frame(&header));
+    });
+    says(&errors[0], &["server 0 (node 2)", "chunk 0 of layer 'a' at clock 2", "twice"]);
+    all_name("server 0", &errors);
+}
+
+#[test]
+fn a_server_that_says_goodbye_too_early() {
+    let errors = Trial { timeout: Duration::from_secs(20), ..Trial::server() }.run(|fake| {
+        let bye = Header::bare(Kind::Bye, fake.me, 0).encode();
+        [ZERO, NodeId(1)].iter().for_each(|&node| fake.write(node, &bye));
+    });
+    all_name("lost server 0 (node 2)", &errors);
+    all_name("at clock 2", &errors);
+}
+
+/// Results for gradients that are still waiting to be sent: the memory of the layer must not go
+/// back to the program while a link reads it.
+#[test]
+fn updates_before_the_gradients_have_been_read() {
+    let timeout = 2 * SILENCE;
+    let trial = Trial { job: large(), warm: false, timeout, ..Trial::server() };
+    let errors = trial.run(|fake| {
+        // Both have begun to send.
+        let begun = [ZERO, NodeId(1)].map(|node| fake.read(node).0.kind);
+        assert_eq!(begun, [Kind::Push; 2]);
+        for node in [ZERO, NodeId(1)] {
+            for key in fake.chunks_of(fake.me) {
+                let header = Header { kind: Kind::Update, ..fake.push(key, 1) };
+                fake.write(node, &Fake::frame(&header));
+            }
+        }
+    });
+    all_name("server 0", &errors);
+}
