@@ -209,11 +209,11 @@ impl World {
                 if !world.exchange_chunks(a, b) {
                     continue;
                 }
-                for lane in 0..lanes {
+                for lane in world.cluster.lane_ids() {
                     let (to_b, to_a) = pair(world.clock.clone(), world.dice.shape());
                     world.pipes.push(Pipe { ends: [a, b], faults: to_b.faults() });
-                    links[a.index()][lane].push((b, Box::new(to_b)));
-                    links[b.index()][lane].push((a, Box::new(to_a)));
+                    links[a.index()][lane.index()].push((b, Box::new(to_b)));
+                    links[b.index()][lane.index()].push((a, Box::new(to_a)));
                 }
             }
         }
