@@ -48,7 +48,7 @@ pub(crate) struct Args {
     #[arg(long, value_name = "L", value_parser = at_least_1)]
     lanes: Option<u16>,
 
-    /// What carries links between processes of this machine.
+    /// What carries links: 'auto' is shared memory within a machine and TCP between machines.
     #[arg(long, value_name = "auto|tcp|unix", default_value_t = Carriers::Auto)]
     link: Carriers,
 
