@@ -13,6 +13,9 @@ SWITCH=$PREFIX-switch
 # queue that cannot hold many 64 KB segments lets almost nothing through.
 BURST=128kb
 QUEUE=2mb
+# Of every TCP connection between nodes: what Linux uses unless told otherwise, whatever this machine does. Set on
+# the route, because a namespace's default can only be one the machine lets everybody use.
+CONGESTION=${CONGESTION:-cubic}
 
 namespaces() { ip netns list | cut -d' ' -f1 | grep -x "$PREFIX-$1" || true; }
 node_count() { namespaces 'node[0-9]*' | wc -l; }
@@ -32,6 +35,7 @@ add_node() {
   ip -n "$SWITCH" link set "$port" master bridge up
   ip -n "$node" addr add "10.77.0.$1/24" dev eth0
   ip -n "$node" link set eth0 up
+  ip -n "$node" route replace 10.77.0.0/24 dev eth0 proto kernel scope link src "10.77.0.$1" congctl "$CONGESTION"
   # Leaving the node it is limited at the node's end, arriving at the switch's: queued, not dropped.
   limit "$node" eth0
   limit "$SWITCH" "$port"

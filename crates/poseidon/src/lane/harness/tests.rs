@@ -4,12 +4,10 @@ use super::*;
 use crate::lane::run;
 use poseidon_core::ChunkKey;
 use poseidon_core::wire::{Header, Purpose};
-use poseidon_link::{Address, Caller, Credentials, Listener, Secret, Stream, connect};
+use poseidon_link::{Address, Caller, Carrier, Credentials, Listener, Secret, Stream, connect};
 use proptest::prelude::*;
-use std::io::{Read, Write};
+use std::io::{self, IoSlice, IoSliceMut, Read, Write};
 use std::net::{IpAddr, Ipv4Addr};
-use std::ptr::NonNull;
-use std::sync::Mutex;
 use std::sync::mpsc::{Receiver, SyncSender, channel, sync_channel};
 use std::time::Instant;
 
@@ -141,18 +139,37 @@ fn those_who_have_finished_hear_that_the_others_live() {
     check_everybody_knows(&setup, &report, at, SILENCE);
 }
 
-/// A layer of one parameter that, when it is let go, holds the thread that does so until it is told
-/// to go on.
-struct Hold {
-    memory: Box<f32>,
-    held: SyncSender<()>,
-    go_on: Mutex<Receiver<()>>,
+/// A link that, after its first write, holds the lane until it is told to go on.
+struct Gate {
+    link: Box<dyn Link>,
+    held: Option<SyncSender<()>>,
+    go_on: Receiver<()>,
 }
 
-impl Drop for Hold {
-    fn drop(&mut self) {
-        let _ = self.held.send(());
-        let _ = self.go_on.get_mut().unwrap().recv_timeout(Duration::from_secs(60));
+impl Link for Gate {
+    fn read(&mut self, bufs: &mut [IoSliceMut<'_>]) -> io::Result<usize> {
+        self.link.read(bufs)
+    }
+
+    fn write(&mut self, bufs: &[IoSlice<'_>]) -> io::Result<usize> {
+        let wrote = self.link.write(bufs);
+        if let Some(held) = self.held.take() {
+            let _ = held.send(());
+            let _ = self.go_on.recv_timeout(Duration::from_secs(60));
+        }
+        wrote
+    }
+
+    fn finish(&mut self) -> io::Result<()> {
+        self.link.finish()
+    }
+
+    fn register(&mut self, registry: &mio::Registry, token: mio::Token) -> io::Result<()> {
+        self.link.register(registry, token)
+    }
+
+    fn carrier(&self) -> Carrier {
+        self.link.carrier()
     }
 }
 
@@ -160,6 +177,9 @@ impl Drop for Hold {
 #[test]
 fn a_close_that_arrives_with_the_last_bytes_is_noticed_at_once() {
     let (link, mut far) = connected();
+    let (held, is_held) = sync_channel(1);
+    let (release, go_on) = channel();
+    let link = Box::new(Gate { link, held: Some(held), go_on });
     let setup = Setup {
         seed: 0,
         workers: 2,
@@ -175,30 +195,25 @@ fn a_close_that_arrives_with_the_last_bytes_is_noticed_at_once() {
     let poll = mio::Poll::new().unwrap();
     let (mailbox, commands) = channel();
 
-    // Both workers contribute, the lane answers, lets go of the layer's memory and is held there.
-    let (held, is_held) = sync_channel(1);
-    let (release, go_on) = channel();
-    let mut hold = Box::new(Hold { memory: Box::new(1.0), held, go_on: go_on.into() });
-    let start = NonNull::from(&mut *hold.memory);
-    // SAFETY: `hold` keeps the memory, and nobody touches it there.
-    let gradient = unsafe { Buffer::from_raw(start, 1, hold) };
+    // Both workers contribute, the lane answers and is held there: it has read everything.
     let (layer, clock, kind) = (LayerId(0), Clock(1), Kind::Push);
+    let (gradient, destination) = (Buffer::from(vec![1.0]), None);
     board.begin(layer, 1);
-    let exchange = Exchange { layer, clock, kind, rate: 0.0, gradient, destination: None };
+    let exchange = Exchange { layer, clock, kind, rate: 0.0, gradient, destination };
     assert!(mailbox.send(Command::Send(Arc::new(exchange))).is_ok());
     let thread = std::thread::spawn(move || run(lane, poll, &commands, Instant::now(), None));
     let (sender, chunk) = (NodeId(1), ChunkKey { layer, index: 0 });
     let push = Header { kind, sender, chunk, value: 0.0, clock, length: 4 };
     far.write_all(&push.encode()).unwrap();
     far.write_all(&2f32.to_le_bytes()).unwrap();
-    is_held.recv_timeout(Duration::from_secs(60)).expect("the lane lets go of the memory");
+    is_held.recv_timeout(Duration::from_secs(60)).expect("the lane answers");
     let mut update = [0; Header::SIZE + 4];
     far.read_exact(&mut update).unwrap();
     assert_eq!(update[Header::SIZE..], 3f32.to_le_bytes());
 
-    // It has read everything. Half a header and the end arrive before it looks again.
+    // Half a header and the end arrive before it looks again. Only the end of this direction: a
+    // heartbeat into a connection that is closed both ways would be told at once.
     far.write_all(&[0; 10]).unwrap();
-    // Only its own direction: a heartbeat into a closed connection would be told at once.
     let mut far = far.into_calling_link(false).unwrap();
     far.finish().unwrap();
     release.send(()).unwrap();
