@@ -79,7 +79,7 @@ impl Config {
     /// | `POSEIDON_COORDINATOR_SERVED` | `1`: somebody else, such as a launcher, serves the coordinator there, not worker 0 |
     /// | `POSEIDON_SERVERS` | `colocated` (default), a number of dedicated servers, `colocated+N` |
     /// | `POSEIDON_SERVER` | this process is the dedicated server of this index |
-    /// | `POSEIDON_LANES` | threads per node (default: half the cores, at least 2 if there are two, at most 8) |
+    /// | `POSEIDON_LANES` | threads per node (default: half the cores, or this process's share of them; at least 2 if there are two cores, at most 8) |
     /// | `POSEIDON_SECRET`, `POSEIDON_SECRET_FILE` | the cluster secret; default: a file made in the user's configuration folder |
     /// | `POSEIDON_ADDRESS` | address or interface to listen on |
     /// | `POSEIDON_LINK` | `auto`, `tcp`, `unix` |
@@ -110,7 +110,7 @@ impl Config {
             member,
             workers: place.workers,
             servers,
-            lanes: env.parse("POSEIDON_LANES")?.unwrap_or_else(default_lanes),
+            lanes: env.parse("POSEIDON_LANES")?.unwrap_or_else(|| default_lanes(place.local)),
             serves_coordinator: member == Member::Worker(0) && !served,
             cluster: env.0("POSEIDON_CLUSTER").unwrap_or(place.job),
             coordinator,
@@ -132,7 +132,7 @@ impl Config {
             member: Member::Worker(0),
             workers: 1,
             servers: Servers::Colocated,
-            lanes: default_lanes(),
+            lanes: default_lanes(1),
             coordinator: "127.0.0.1:0".into(),
             serves_coordinator: true,
             address: None,
@@ -205,11 +205,11 @@ impl fmt::Display for Carriers {
     }
 }
 
-/// Half the cores for the lanes, half for computing; but two where there are two, because a lane
-/// can saturate a core. Processes that share a host also share the cores of their lanes.
-pub(crate) fn default_lanes() -> u16 {
+/// Half the cores for the lanes and half for computing, or a process's share of the cores where
+/// several share a host; but two where there are two, because a lane can saturate a core.
+fn default_lanes(processes_on_host: u16) -> u16 {
     let cores = std::thread::available_parallelism().map_or(1, |n| n.get());
-    (cores / 2).clamp(cores.min(2), 8) as u16
+    (cores / usize::from(processes_on_host).max(2)).clamp(cores.min(2), 8) as u16
 }
 
 struct Env<'a>(&'a dyn Fn(&str) -> Option<String>);
@@ -218,6 +218,8 @@ struct Env<'a>(&'a dyn Fn(&str) -> Option<String>);
 struct Place {
     rank: u16,
     workers: u16,
+    /// Processes of the job on this host.
+    local: u16,
     /// The error is for when nothing else says where the coordinator is.
     coordinator: Result<String, Error>,
     job: String,
@@ -239,8 +241,9 @@ impl Env<'_> {
             let server = self.0("POSEIDON_SERVER").is_some();
             let rank = if server { 0 } else { self.need("RANK", "WORLD_SIZE")? };
             let workers = self.need("WORLD_SIZE", "WORLD_SIZE")?;
+            let local = self.parse("LOCAL_WORLD_SIZE")?.unwrap_or(1);
             let job = self.0("TORCHELASTIC_RUN_ID").unwrap_or_else(|| "torchrun".into());
-            return Ok(Place { rank, workers, coordinator: self.beside_master(), job });
+            return Ok(Place { rank, workers, local, coordinator: self.beside_master(), job });
         }
         if self.0("OMPI_COMM_WORLD_RANK").is_some() {
             let rank = self.need("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_RANK")?;
@@ -248,24 +251,25 @@ impl Env<'_> {
             let local: u16 = self.need("OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_COMM_WORLD_RANK")?;
             let job = self.0("PMIX_NAMESPACE").unwrap_or_else(|| "openmpi".into());
             let host = if local == workers { Some("127.0.0.1".into()) } else { self.mpirun_host() };
-            return Ok(Place { rank, workers, coordinator: self.on_host(host, &job), job });
+            return Ok(Place { rank, workers, local, coordinator: self.on_host(host, &job), job });
         }
         if self.0("SLURM_PROCID").is_some() && self.0("SLURM_STEP_ID").is_some() {
             let rank = self.need("SLURM_PROCID", "SLURM_PROCID")?;
             let workers: u16 = self.need("SLURM_NTASKS", "SLURM_PROCID")?;
             let nodes: u16 = self.parse("SLURM_STEP_NUM_NODES")?.unwrap_or(1).max(1);
+            let local = workers.div_ceil(nodes);
             let id = |name| self.0(name).unwrap_or_default();
             let job = format!("slurm-{}-{}", id("SLURM_JOB_ID"), id("SLURM_STEP_ID"));
             let list = self.0("SLURM_STEP_NODELIST").or_else(|| self.0("SLURM_JOB_NODELIST"));
             let host =
                 if nodes == 1 { Some("127.0.0.1".into()) } else { list.map(|l| first_host(&l)) };
-            return Ok(Place { rank, workers, coordinator: self.on_host(host, &job), job });
+            return Ok(Place { rank, workers, local, coordinator: self.on_host(host, &job), job });
         }
         if self.0("RANK").is_some() {
             return Err(Error::Config("RANK is set but WORLD_SIZE is not".into()));
         }
         let coordinator = Ok("127.0.0.1:0".into());
-        Ok(Place { rank: 0, workers: 1, coordinator, job: "alone".into() })
+        Ok(Place { rank: 0, workers: 1, local: 1, coordinator, job: "alone".into() })
     }
 
     /// torchrun's own store listens on `MASTER_PORT`: the coordinator takes the port after it.

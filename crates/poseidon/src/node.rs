@@ -3,7 +3,7 @@
 use crate::Error;
 use crate::board::{Board, Counters};
 use crate::book::{Book, Job, NodeFacts};
-use crate::config::{Carriers, Config, default_lanes};
+use crate::config::{Carriers, Config};
 use crate::coordinator::{self, Coordinator, Join};
 use crate::exchange::Exchange;
 use crate::holdings::Holdings;
@@ -209,8 +209,8 @@ fn cores_to_share(config: &Config, book: &Book) -> Vec<usize> {
     let host = &book.nodes[config.node().index()].host;
     let alone = book.nodes.iter().filter(|n| n.host == *host).count() == 1;
     let cores = lane::cores();
-    // With fewer lanes than a node has by default, staying put would leave cores idle.
-    let spread = book.cluster.lanes() >= default_lanes();
+    // With fewer lanes than cores, staying put would leave cores idle.
+    let spread = usize::from(book.cluster.lanes()) >= cores.len();
     if config.pin && !alone && spread { cores } else { Vec::new() }
 }
 
