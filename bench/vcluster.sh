@@ -14,7 +14,8 @@ SWITCH=$PREFIX-switch
 BURST=128kb
 QUEUE=2mb
 # Of every TCP connection between nodes: what Linux uses unless told otherwise, whatever this machine does. Set on
-# the route, because a namespace's default can only be one the machine lets everybody use.
+# the route, because a namespace's default can only be one the machine lets everybody use; what a route says
+# overrules what a program asks for its sockets.
 CONGESTION=${CONGESTION:-cubic}
 
 namespaces() { ip netns list | cut -d' ' -f1 | grep -x "$PREFIX-$1" || true; }

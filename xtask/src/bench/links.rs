@@ -22,7 +22,7 @@ pub(crate) struct Args {
     /// Size of the buffer
     #[arg(long, default_value = "100MB")]
     bytes: Size,
-    /// TCP's congestion control of contenders that do not choose one themselves, as Poseidon does
+    /// TCP's congestion control between nodes: all contenders', whatever they ask for themselves
     #[arg(long, default_value = "cubic")]
     congestion: String,
     /// Iterations per run
@@ -147,7 +147,7 @@ impl Args {
             median(runs.map(|(_, result)| value(result)).collect()).unwrap_or(f64::NAN)
         };
         let mut text = format!(
-            "# Links\n\n{} of gradients exchanged by {} nodes with ports of {} Mbit/s each way, TCP with {} by default; medians over {} \
+            "# Links\n\n{} of gradients exchanged by {} nodes with ports of {} Mbit/s each way, TCP with {}; medians over {} \
              round(s). A node has to send {:.1} MB in each exchange, which takes {:.3} s on a link without headers.\n\n\
              | | seconds | payload / link | wire bytes / link | CPU seconds, all nodes |\n\
              | --- | ---: | ---: | ---: | ---: |\n",
