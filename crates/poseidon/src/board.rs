@@ -61,6 +61,11 @@ impl Board {
         self.failure.get().cloned()
     }
 
+    /// Whether the training program is waiting rather than computing.
+    pub(crate) fn is_awaited(&self) -> bool {
+        self.sleepers.load(Ordering::Relaxed) > 0
+    }
+
     pub(crate) fn is_done(&self, layer: LayerId) -> bool {
         self.pending[layer.index()].load(Ordering::SeqCst) == 0
     }

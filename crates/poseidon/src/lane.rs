@@ -485,8 +485,9 @@ fn serve_events(
         }
         let timeout = match lane.turn(epoch.elapsed()) {
             Next::Again => {
-                if shares_core {
-                    // Those who were just written to read while it is in the cache.
+                if shares_core && lane.board.is_awaited() {
+                    // Those who were just written to read while it is in the cache. Not while the
+                    // training program computes: it would take the core, and keep it.
                     std::thread::yield_now();
                 }
                 Duration::ZERO
