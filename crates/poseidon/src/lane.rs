@@ -474,10 +474,14 @@ fn serve_events(
         peer.link().register(poll.registry(), token)?;
     }
     let mut events = mio::Events::with_capacity(256);
+    let mut commanded = false;
     loop {
         loop {
             match mailbox.try_recv() {
-                Ok(command) => lane.handle_command(command, epoch.elapsed()),
+                Ok(command) => {
+                    lane.handle_command(command, epoch.elapsed());
+                    commanded = true;
+                }
                 Err(TryRecvError::Empty) => break,
                 // The session is gone without a word: nobody will ever send or receive again.
                 Err(TryRecvError::Disconnected) => return Ok(()),
@@ -485,10 +489,12 @@ fn serve_events(
         }
         let timeout = match lane.turn(epoch.elapsed()) {
             Next::Again => {
-                if shares_core && lane.board.is_awaited() {
-                    // Those who were just written to read while it is in the cache. Not while the
-                    // training program computes: it would take the core, and keep it.
+                // Those who were just written to read while it is in the cache. Not while the
+                // training program computes: it would take the core, and keep it. But once after a
+                // command: a program that wants to wait must first get to.
+                if shares_core && (commanded || lane.board.is_awaited()) {
                     std::thread::yield_now();
+                    commanded = false;
                 }
                 Duration::ZERO
             }
