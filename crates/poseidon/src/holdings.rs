@@ -20,7 +20,7 @@ pub(crate) struct Holdings {
     store: Option<Store>,
     syncers: Vec<Syncer>,
     exchanges: Vec<Option<Arc<Exchange>>>,
-    /// Per layer: updates that links still read from the exchange's memory.
+    /// Per layer: gradients and updates that links still read from the exchange's memory.
     unsent: Vec<usize>,
     /// Chunks of this node's worker for this node's shard whose sums others have begun. They are
     /// added when there is nothing else to do: all at once they would push everything else out of

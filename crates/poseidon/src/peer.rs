@@ -27,7 +27,7 @@ pub(crate) struct Peer {
     pub(crate) heard: Duration,
     pub(crate) spoke: Duration,
     /// The link failed when it was woken; the next read says so.
-    broken: bool,
+    broken: Option<String>,
     /// It has said goodbye: nothing more comes.
     pub(crate) departed: bool,
     /// The other end has closed. That is reported once, perhaps together with its last bytes, so
@@ -86,7 +86,7 @@ impl Peer {
             writable: true,
             heard: now,
             spoke: now,
-            broken: false,
+            broken: None,
             departed: false,
             closed: false,
         }
@@ -95,8 +95,8 @@ impl Peer {
     /// The link is ready. Shared memory has one bell for both ways.
     pub(crate) fn handle_ready(&mut self, readable: bool, writable: bool) {
         let both = self.link.carrier() == Carrier::Shared;
-        if self.link.handle_ready().is_err() {
-            self.broken = true;
+        if let Err(error) = self.link.handle_ready() {
+            self.broken = Some(error.to_string());
         }
         self.readable |= readable || both;
         self.writable |= writable || both;
@@ -198,8 +198,8 @@ impl Peer {
         counters: &Counters,
         now: Duration,
     ) -> Result<(), Fault> {
-        if self.broken {
-            return Err(Fault::Lost("its bell is broken".into()));
+        if let Some(why) = &self.broken {
+            return Err(Fault::Lost(why.clone()));
         }
         let mut budget = READ_BUDGET;
         while self.readable && !self.departed && budget > 0 {
