@@ -1,9 +1,10 @@
 //! Poseidon's pure core: no I/O, no threads, no clock, no environment.
 //!
 //! * [`layer`], [`cluster`]: what is trained, and on which nodes.
+//! * [`cost`], [`scheme`]: what it costs to synchronise a layer, and the cheapest exact way.
 //! * [`chunk`], [`plan`]: how a layer is cut into chunks and where each chunk lives.
 //! * [`wire`]: the bytes two nodes exchange (`docs/wire.md`).
-//! * [`syncer`]: the state machine of one layer on one lane of a worker.
+//! * [`syncer`], [`factors`]: the state machines of one layer on one lane of a worker, by scheme.
 //! * [`store`]: the state machine of one shard: accumulates, updates, answers.
 //! * [`optim`]: what a shard does with a reduced gradient.
 //!
@@ -14,9 +15,12 @@
 
 pub mod chunk;
 pub mod cluster;
+pub mod cost;
+pub mod factors;
 pub mod layer;
 pub mod optim;
 pub mod plan;
+pub mod scheme;
 pub mod store;
 pub mod syncer;
 pub mod wire;
@@ -26,10 +30,12 @@ mod violation;
 
 pub use chunk::{ChunkKey, ChunkSize, Chunks};
 pub use cluster::{Cluster, Role, Servers};
+pub use factors::Gather;
 pub use ids::{Clock, LaneId, LayerId, NodeId};
 pub use layer::{Layer, LayerKind};
 pub use optim::{Optimizer, Reduction};
 pub use plan::{Plan, Shard};
+pub use scheme::{Policy, Scheme};
 pub use store::Store;
 pub use syncer::Syncer;
 pub use violation::Violation;

@@ -1,6 +1,8 @@
 //! Where every chunk lives: a pure function of the cluster and the layers, the same on every node.
 
-use crate::{ChunkKey, ChunkSize, Chunks, Cluster, LaneId, Layer, LayerId, NodeId};
+use crate::factors::Layout;
+use crate::scheme::{Choice, Policy, Scheme, choose};
+use crate::{ChunkKey, ChunkSize, Chunks, Cluster, LaneId, Layer, LayerId, LayerKind, NodeId};
 use serde::{Deserialize, Serialize};
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
@@ -26,7 +28,20 @@ pub enum Placement {
     PerTensor,
 }
 
-/// Layer → chunks and chunk → shard, with a version.
+/// What a plan follows besides the cluster and the layers.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Rules {
+    /// How layers are cut.
+    pub chunk: ChunkSize,
+    /// How chunks are spread.
+    pub placement: Placement,
+    /// Which schemes may be chosen.
+    pub policy: Policy,
+    /// Most samples a worker has in one step; `None` if no factors will be sent.
+    pub batch: Option<usize>,
+}
+
+/// Layer → scheme and chunks, and chunk → shard, with a version.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Plan {
     /// Grows when the plan is replaced; nodes switch at an agreed clock.
@@ -36,43 +51,80 @@ pub struct Plan {
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct LayerPlan {
+    choice: Choice,
+    factors: Option<Layout>,
     chunks: Chunks,
     shards: Vec<Shard>,
 }
 
 impl Plan {
-    /// Places the chunks of `layers` on the servers of `cluster`.
-    pub fn new(cluster: &Cluster, layers: &[Layer], size: ChunkSize, placement: Placement) -> Self {
-        // Lanes vary fastest in the tie-break last: neighbouring chunks go to different nodes.
-        let shards: Vec<Shard> = cluster
-            .lane_ids()
-            .flat_map(|lane| cluster.server_ids().map(move |node| Shard { node, lane }))
-            .collect();
-        let mut least_loaded: BinaryHeap<_> =
-            (0..shards.len()).map(|shard| Reverse((0usize, 0usize, shard))).collect();
-        let mut turn = 0;
-        let layers = layers
-            .iter()
-            .map(|layer| {
-                let chunks = match placement {
-                    Placement::Balanced => Chunks::even(layer.len, size, shards.len()),
-                    Placement::PerTensor => Chunks::whole(layer.len),
-                };
-                let place = |index| {
-                    turn += 1;
-                    if placement == Placement::PerTensor {
-                        return shards[(turn - 1) % shards.len()];
-                    }
-                    let len = chunks.range(index).map_or(0, |r| r.len());
-                    // There is a shard: a cluster has a server and a lane.
-                    let Reverse((load, _, shard)) = least_loaded.pop().expect("no shards");
-                    least_loaded.push(Reverse((load + len, turn, shard)));
-                    shards[shard]
-                };
-                LayerPlan { shards: (0..chunks.count() as u32).map(place).collect(), chunks }
-            })
-            .collect();
-        Self { version: 1, layers }
+    /// Chooses a scheme for each of `layers` and places their chunks on the servers of `cluster`.
+    ///
+    /// Layers that go by factors have chunks on shards too: their initial values come from there.
+    pub fn new(cluster: &Cluster, layers: &[Layer], rules: Rules) -> Self {
+        let mut plans: Vec<LayerPlan> = Vec::with_capacity(layers.len());
+        let mut first_lane = 0;
+        for layer in layers {
+            let choice = choose(layer, cluster, rules.batch, rules.policy);
+            let factors = match (choice.scheme, layer.kind, rules.batch) {
+                (Scheme::Sfb, LayerKind::Fc { m, n }, Some(batch)) => {
+                    let layout = Layout::new((m, n), batch, cluster, rules.chunk, first_lane);
+                    first_lane =
+                        (first_lane + layout.chunks() as u16 % cluster.lanes()) % cluster.lanes();
+                    Some(layout)
+                }
+                _ => None,
+            };
+            let chunks = match rules.placement {
+                Placement::Balanced => {
+                    let shards = cluster.server_ids().count() * usize::from(cluster.lanes());
+                    Chunks::even(layer.len, rules.chunk, shards)
+                }
+                Placement::PerTensor => Chunks::whole(layer.len),
+            };
+            plans.push(LayerPlan { choice, factors, chunks, shards: Vec::new() });
+        }
+        // Each kind of traffic is balanced by itself: what goes by factors says nothing about the
+        // load of a shard.
+        for scheme in [Scheme::Ps, Scheme::Sfb] {
+            let layers = plans.iter_mut().filter(|plan| plan.choice.scheme == scheme);
+            place(cluster, layers, rules.placement);
+        }
+        Self { version: 1, layers: plans }
+    }
+
+    /// How `layer` is synchronised and why. `None` if there is no such layer.
+    pub fn choice(&self, layer: LayerId) -> Option<&Choice> {
+        self.layers.get(layer.index()).map(|l| &l.choice)
+    }
+
+    /// Where the factors of `layer` lie, if it goes by factors.
+    pub fn factors(&self, layer: LayerId) -> Option<&Layout> {
+        self.layers.get(layer.index())?.factors.as_ref()
+    }
+
+    /// Whether any layer goes by factors, from worker to worker.
+    pub fn sends_factors(&self) -> bool {
+        self.layers.iter().any(|l| l.factors.is_some())
+    }
+
+    /// The bytes of payload that `node` sends per step for `layer`, when every batch is full.
+    pub fn bytes_sent(&self, cluster: &Cluster, node: NodeId, layer: LayerId) -> usize {
+        let Some(role) = cluster.role(node) else { return 0 };
+        let others = cluster.workers() - usize::from(role.worker);
+        let numbers = match self.factors(layer) {
+            Some(layout) if role.worker => others * layout.block(node).len(),
+            Some(_) => 0,
+            None => self
+                .layer_chunks(layer)
+                .map(|(chunk, shard)| match shard.node == node {
+                    true => others * self.len(chunk),
+                    false if role.worker => self.len(chunk),
+                    false => 0,
+                })
+                .sum(),
+        };
+        numbers * size_of::<f32>()
     }
 
     /// Number of layers.
@@ -108,10 +160,42 @@ impl Plan {
     }
 }
 
+/// Gives every chunk of `layers` a shard.
+fn place<'a>(
+    cluster: &Cluster,
+    layers: impl Iterator<Item = &'a mut LayerPlan>,
+    placement: Placement,
+) {
+    // Lanes vary fastest in the tie-break last: neighbouring chunks go to different nodes.
+    let shards: Vec<Shard> = cluster
+        .lane_ids()
+        .flat_map(|lane| cluster.server_ids().map(move |node| Shard { node, lane }))
+        .collect();
+    let mut least_loaded: BinaryHeap<_> =
+        (0..shards.len()).map(|shard| Reverse((0usize, 0usize, shard))).collect();
+    let mut turn = 0;
+    for LayerPlan { chunks, shards: places, .. } in layers {
+        *places = (0..chunks.count() as u32)
+            .map(|index| {
+                turn += 1;
+                if placement == Placement::PerTensor {
+                    return shards[(turn - 1) % shards.len()];
+                }
+                let len = chunks.range(index).map_or(0, |r| r.len());
+                // There is a shard: a cluster has a server and a lane.
+                let Reverse((load, _, shard)) = least_loaded.pop().expect("no shards");
+                least_loaded.push(Reverse((load + len, turn, shard)));
+                shards[shard]
+            })
+            .collect();
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::Servers;
+    use crate::cost::Setting;
     use proptest::prelude::*;
     use std::collections::HashMap;
 
@@ -170,7 +254,7 @@ mod tests {
         assert_eq!(total, 143_667_240);
         for lanes in [1, 2, 4, 8] {
             let cluster = Cluster::new(8, Servers::Colocated, lanes).unwrap();
-            let plan = Plan::new(&cluster, &layers, ChunkSize::default(), Placement::Balanced);
+            let plan = Plan::new(&cluster, &layers, Rules::default());
             let loads = loads(&plan, &cluster);
             let mean = total as f64 / loads.len() as f64;
             let largest = *loads.values().max().unwrap() as f64;
@@ -182,10 +266,56 @@ mod tests {
     fn per_tensor_placement_puts_most_of_vgg19_on_one_node() {
         let layers = vgg19();
         let cluster = Cluster::new(8, Servers::Colocated, 1).unwrap();
-        let plan = Plan::new(&cluster, &layers, ChunkSize::default(), Placement::PerTensor);
+        let plan = Plan::new(
+            &cluster,
+            &layers,
+            Rules { placement: Placement::PerTensor, ..Rules::default() },
+        );
         assert_eq!(plan.all_chunks().count(), layers.len());
         let largest = *loads(&plan, &cluster).values().max().unwrap();
         assert!(largest > 143_667_240 / 2);
+    }
+
+    /// What a node sends is half of what Table 1 counts, which is both directions.
+    #[test]
+    fn bytes_sent_agree_with_table_1() {
+        let fc =
+            Layer { kind: LayerKind::Fc { m: 1024, n: 2048 }, ..Layer::new("fc", 1024 * 2048) };
+        for (servers, policy) in [
+            (Servers::Colocated, Policy::Ps),
+            (Servers::Colocated, Policy::Sfb),
+            (Servers::Dedicated(2), Policy::Ps),
+        ] {
+            let cluster = Cluster::new(8, servers, 2).unwrap();
+            let rules = Rules { batch: Some(32), policy, ..Rules::default() };
+            let plan = Plan::new(&cluster, std::slice::from_ref(&fc), rules);
+            let p2 = cluster.server_ids().count();
+            let setting = Setting { m: 1024, n: 2048, batch: 32, workers: 8, servers: p2 };
+            let sent = |node| plan.bytes_sent(&cluster, NodeId(node), LayerId(0)) as f64;
+            let (expected, at) = match (servers, policy) {
+                (Servers::Dedicated(_), _) => (setting.ps_server(), 8),
+                (_, Policy::Sfb) => (setting.sfb_worker(), 0),
+                _ => (setting.ps_both(), 0),
+            };
+            assert_eq!(sent(at), expected / 2.0 * 4.0, "{servers} {policy}");
+        }
+    }
+
+    #[test]
+    fn layers_by_factors_do_not_disturb_the_balance_of_the_others() {
+        let fc = Layer { kind: LayerKind::Fc { m: 4096, n: 999 }, ..Layer::new("fc", 4096 * 1000) };
+        let layers = [Layer::new("a", 300_000), fc, Layer::new("b", 500_000)];
+        let cluster = Cluster::new(4, Servers::Colocated, 2).unwrap();
+        let rules = Rules { batch: Some(8), ..Rules::default() };
+        let plan = Plan::new(&cluster, &layers, rules);
+        assert_eq!(plan.choice(LayerId(1)).unwrap().scheme, Scheme::Sfb);
+        let sent = |node| {
+            let layers = (0..3).map(LayerId);
+            layers.map(|l| plan.bytes_sent(&cluster, NodeId(node), l)).sum::<usize>() as f64
+        };
+        for node in 1..4 {
+            assert!((sent(node) / sent(0) - 1.0).abs() < 0.02, "node {node}: {}", sent(node));
+        }
     }
 
     proptest! {
@@ -197,7 +327,7 @@ mod tests {
             let servers = if servers == 0 { Servers::Colocated } else { Servers::Dedicated(servers) };
             let cluster = Cluster::new(workers, servers, lanes).unwrap();
             let layers: Vec<_> = lens.iter().map(|&len| Layer::new("l", len)).collect();
-            let plan = Plan::new(&cluster, &layers, ChunkSize::default(), Placement::Balanced);
+            let plan = Plan::new(&cluster, &layers, Rules::default());
             let loads = loads(&plan, &cluster);
             prop_assert_eq!(loads.values().sum::<usize>(), lens.iter().sum::<usize>());
             let spread = loads.values().max().unwrap() - loads.values().min().unwrap();

@@ -90,6 +90,8 @@ type SlotId = u32;
 struct Slot {
     key: ChunkKey,
     len: usize,
+    /// False if the layer goes by factors: only its initial values pass through here.
+    collects: bool,
     /// The clock it collects or will collect next.
     clock: Clock,
     parameters: Option<Arc<[f32]>>,
@@ -148,6 +150,7 @@ impl Store {
             slots.push(Slot {
                 key,
                 len: plan.len(key),
+                collects: plan.factors(key.layer).is_none(),
                 clock: Clock(0),
                 parameters: None,
                 state: Vec::new(),
@@ -305,6 +308,7 @@ impl Store {
             Kind::Init if header.clock != Clock(0) => {
                 return Err(Violation::Clock { expected: Clock(0), got: header.clock });
             }
+            Kind::Push if !slot.collects => return Err(Violation::WrongKind),
             Kind::Push if slot.clock == Clock(0) => return Err(Violation::NotInitialised),
             Kind::Init | Kind::Push => {}
             _ => return Err(Violation::WrongKind),
@@ -351,6 +355,8 @@ impl Store {
                 optim::scale(sum.expect("a sum is here or lent"), scale);
             }
             round.sum.map_or(Outcome::Lent, Outcome::Held)
+        } else if !slot.collects {
+            Outcome::Held(round.sum.expect("initial values are never lent"))
         } else if round.kind == Kind::Init {
             slot.state = vec![vec![0.0; slot.len]; self.optimizer.state_vectors()];
             let initial = round.sum.expect("initial values are never lent");

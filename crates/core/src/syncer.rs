@@ -128,7 +128,7 @@ impl Syncer {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::plan::Placement;
+    use crate::plan::Rules;
     use crate::{ChunkSize, Cluster, Layer, Servers};
 
     const LAYER: LayerId = LayerId(0);
@@ -137,7 +137,8 @@ mod tests {
     fn syncer() -> Syncer {
         let cluster = Cluster::new(2, Servers::Colocated, 1).unwrap();
         let size = ChunkSize::at_most(16);
-        let plan = Plan::new(&cluster, &[Layer::new("l", 10)], size, Placement::Balanced);
+        let plan =
+            Plan::new(&cluster, &[Layer::new("l", 10)], Rules { chunk: size, ..Rules::default() });
         Syncer::new(&plan, LAYER, LaneId(0))
     }
 

@@ -26,6 +26,16 @@ pub enum Violation {
         /// The frame's length.
         got: usize,
     },
+    /// The payload is not rows of factors, or more of them than a batch has.
+    #[error("factors of {got} bytes, expected rows of {row} bytes, at most {most} in all")]
+    Rows {
+        /// Bytes of one row.
+        row: usize,
+        /// Bytes of the whole chunk.
+        most: usize,
+        /// The frame's length.
+        got: usize,
+    },
     /// The sender is ahead or behind.
     #[error("clock {got}, expected {expected}")]
     Clock {

@@ -6,7 +6,7 @@ use crate::{ChunkKey, Clock, LaneId, LayerId, NodeId};
 use serde::{Deserialize, Serialize};
 
 /// The version this build speaks.
-pub const VERSION: u16 = 1;
+pub const VERSION: u16 = 2;
 /// First bytes of every connection.
 pub const MAGIC: [u8; 8] = *b"POSEIDON";
 /// Longest reason an `Abort` may carry, in bytes.
@@ -25,7 +25,7 @@ pub struct Header {
     pub sender: NodeId,
     /// The chunk it is about.
     pub chunk: ChunkKey,
-    /// The learning rate of a push; 0 otherwise.
+    /// The learning rate of a push or of factors; 0 otherwise.
     pub value: f32,
     /// The iteration it belongs to.
     pub clock: Clock,
@@ -43,6 +43,8 @@ pub enum Kind {
     Update = 2,
     /// One worker's initial value of one chunk.
     Init = 3,
+    /// Rows of one worker's factors, for another worker.
+    Factors = 4,
     /// Nothing to say, still here.
     Heartbeat = 16,
     /// Nothing follows on this connection.
@@ -68,7 +70,7 @@ pub enum HeaderError {
     /// A kind this version does not know.
     #[error("unknown frame kind {0}")]
     Kind(u8),
-    /// Flags are zero in version 1.
+    /// Flags are zero in version 2.
     #[error("unknown frame flags {0:#04x}")]
     Flags(u8),
 }
@@ -109,6 +111,7 @@ impl Header {
             1 => Kind::Push,
             2 => Kind::Update,
             3 => Kind::Init,
+            4 => Kind::Factors,
             16 => Kind::Heartbeat,
             17 => Kind::Bye,
             18 => Kind::Abort,
@@ -325,10 +328,11 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    const KINDS: [Kind; 7] = [
+    const KINDS: [Kind; 8] = [
         Kind::Push,
         Kind::Update,
         Kind::Init,
+        Kind::Factors,
         Kind::Heartbeat,
         Kind::Bye,
         Kind::Abort,
@@ -367,15 +371,15 @@ mod tests {
             cluster: [0xaa; 16],
             nonce: [0xbb; 32],
         };
-        let mut bytes = *b"POSEIDON\x01\x00\x01\x00\x07\x00\x03\x00aaaaaaaaaaaaaaaabbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbb";
+        let mut bytes = *b"POSEIDON\x02\x00\x01\x00\x07\x00\x03\x00aaaaaaaaaaaaaaaabbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbb";
         bytes[16..32].fill(0xaa);
         bytes[32..].fill(0xbb);
         assert_eq!(hello.encode(), bytes);
         assert_eq!(Hello::decode(&bytes), Ok(hello));
 
-        let challenge = Challenge { status: Status::Welcome, version: 1, nonce: [0xcc; 32] };
+        let challenge = Challenge { status: Status::Welcome, version: 2, nonce: [0xcc; 32] };
         let mut bytes =
-            *b"POSEIDON\x01\x00\x00\x00\x00\x00\x00\x00cccccccccccccccccccccccccccccccc";
+            *b"POSEIDON\x02\x00\x00\x00\x00\x00\x00\x00cccccccccccccccccccccccccccccccc";
         bytes[16..].fill(0xcc);
         assert_eq!(challenge.encode(), bytes);
         assert_eq!(Challenge::decode(&bytes), Ok(challenge));
@@ -397,7 +401,7 @@ mod tests {
             nonce: [0; 32],
         };
         let mut bytes = hello.encode();
-        bytes[8] = 2;
+        bytes[8] = 1;
         assert_eq!(Hello::decode(&bytes), Err(Status::Version));
         bytes[0] = b'G';
         assert_eq!(Hello::decode(&bytes), Err(Status::Garbage));

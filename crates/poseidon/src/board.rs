@@ -4,7 +4,7 @@ use crate::Error;
 use poseidon_core::LayerId;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Condvar, Mutex, OnceLock, PoisonError};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 /// Progress of all layers of a node, and its failure if it has one.
 #[derive(Debug)]
@@ -12,6 +12,9 @@ pub(crate) struct Board {
     /// Per layer: lanes that have not finished their part. The session sets it when a layer goes
     /// out; each lane takes one off after it has let go of the exchange.
     pending: Vec<AtomicUsize>,
+    /// Per layer: when its last lane finished, in nanoseconds since `epoch`. Written by that lane.
+    finished: Vec<AtomicU64>,
+    epoch: Instant,
     failure: OnceLock<Error>,
     /// Threads in `wait`: without one, a lane need not touch the gate.
     sleepers: AtomicUsize,
@@ -32,6 +35,8 @@ impl Board {
     pub(crate) fn new(layers: usize) -> Self {
         Self {
             pending: (0..layers).map(|_| AtomicUsize::new(0)).collect(),
+            finished: (0..layers).map(|_| AtomicU64::new(0)).collect(),
+            epoch: Instant::now(),
             failure: OnceLock::new(),
             sleepers: AtomicUsize::new(0),
             gate: Mutex::new(()),
@@ -46,6 +51,8 @@ impl Board {
 
     /// One lane has finished its part of `layer` and dropped its exchange.
     pub(crate) fn finish_part(&self, layer: LayerId) {
+        let now = self.epoch.elapsed().as_nanos() as u64;
+        self.finished[layer.index()].fetch_max(now, Ordering::Relaxed);
         if self.pending[layer.index()].fetch_sub(1, Ordering::SeqCst) == 1 {
             self.wake();
         }
@@ -68,6 +75,11 @@ impl Board {
 
     pub(crate) fn is_done(&self, layer: LayerId) -> bool {
         self.pending[layer.index()].load(Ordering::SeqCst) == 0
+    }
+
+    /// When the last lane finished its part of `layer`, which is done.
+    pub(crate) fn finished(&self, layer: LayerId) -> Instant {
+        self.epoch + Duration::from_nanos(self.finished[layer.index()].load(Ordering::Relaxed))
     }
 
     /// Sleeps until `layer` is done (true), the node has failed, or `deadline` has passed (false).

@@ -1,8 +1,8 @@
 //! The information book: what every node knows about the job (Poseidon 2017 §4.1).
 
-use poseidon_core::plan::Placement;
+use poseidon_core::plan::{Placement, Rules};
 use poseidon_core::store::Order;
-use poseidon_core::{ChunkSize, Cluster, Layer, NodeId, Optimizer, Plan};
+use poseidon_core::{ChunkSize, Cluster, Layer, NodeId, Optimizer, Plan, Policy};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
@@ -47,12 +47,19 @@ pub struct Job {
     /// Whether contributions are added in rank order, which makes runs repeatable bit by bit.
     #[serde(default)]
     pub deterministic: bool,
+    /// Which schemes the plan may choose from.
+    #[serde(default)]
+    pub scheme: Policy,
+    /// Most samples a worker has in one step. Without it no layer goes by factors.
+    #[serde(default)]
+    pub batch: Option<usize>,
 }
 
 impl Book {
     /// The plan every node derives from the book.
     pub fn plan(&self) -> Plan {
-        Plan::new(&self.cluster, &self.job.layers, self.job.chunk, self.job.placement)
+        let Job { chunk, placement, scheme: policy, batch, .. } = self.job;
+        Plan::new(&self.cluster, &self.job.layers, Rules { chunk, placement, policy, batch })
     }
 
     /// Looks up a dotted path such as `job.layers.0.name` or `cluster.workers`. The empty path is
@@ -111,6 +118,11 @@ impl Job {
                 let order = |d: bool| d.to_string();
                 differ("deterministic", order(self.deterministic), order(other.deterministic))
             })
+            .or_else(|| differ("the scheme", self.scheme.to_string(), other.scheme.to_string()))
+            .or_else(|| {
+                let batch = |b: Option<usize>| b.map_or("unknown".into(), |b| b.to_string());
+                differ("the batch size", batch(self.batch), batch(other.batch))
+            })
     }
 }
 
@@ -126,6 +138,8 @@ mod tests {
             chunk: ChunkSize::default(),
             placement: Placement::Balanced,
             deterministic: false,
+            scheme: Policy::Auto,
+            batch: None,
         }
     }
 

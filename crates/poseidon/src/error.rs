@@ -3,7 +3,7 @@
 use crate::coordinator::RendezvousError;
 use poseidon_core::cluster::ClusterError;
 use poseidon_core::optim::OptimizerError;
-use poseidon_core::{Clock, Violation};
+use poseidon_core::{Clock, Scheme, Violation};
 use poseidon_link::address::AddressError;
 use poseidon_link::{BindError, ConnectError};
 use std::sync::Arc;
@@ -70,6 +70,24 @@ pub enum Error {
         expected: usize,
         /// The buffer's length.
         got: usize,
+    },
+    /// Factors that do not fit their layer.
+    #[error("layer '{layer}': {why}")]
+    Factors {
+        /// The layer.
+        layer: String,
+        /// What was expected and what came.
+        why: String,
+    },
+    /// A layer was sent in another form than the plan says.
+    #[error("layer '{layer}' goes by {scheme}: {instead}")]
+    Scheme {
+        /// The layer.
+        layer: String,
+        /// What the plan says.
+        scheme: Scheme,
+        /// What to call instead.
+        instead: &'static str,
     },
     /// A layer was sent again before it came back.
     #[error(

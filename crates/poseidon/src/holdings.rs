@@ -5,10 +5,14 @@
 
 use crate::board::Board;
 use crate::exchange::{Exchange, Lent};
+use crate::factors::{Meeting, Rows};
 use crate::outbox::Payload;
+use poseidon_core::factors::place;
 use poseidon_core::store::{Completed, Contribution, Outcome, Stall};
 use poseidon_core::wire::{Header, Kind};
-use poseidon_core::{ChunkKey, Cluster, LayerId, NodeId, Plan, Shard, Store, Syncer, Violation};
+use poseidon_core::{
+    ChunkKey, Clock, Cluster, Gather, LayerId, NodeId, Plan, Shard, Store, Syncer, Violation,
+};
 use std::collections::VecDeque;
 use std::ops::Range;
 use std::sync::Arc;
@@ -20,6 +24,8 @@ pub(crate) struct Holdings {
     store: Option<Store>,
     syncers: Vec<Syncer>,
     exchanges: Vec<Option<Arc<Exchange>>>,
+    /// By layer, for those that go by factors.
+    gathers: Vec<Option<Gathering>>,
     /// Per layer: gradients and updates that links still read from the exchange's memory.
     unsent: Vec<usize>,
     /// Chunks of this node's worker for this node's shard whose sums others have begun. They are
@@ -30,6 +36,14 @@ pub(crate) struct Holdings {
     board: Arc<Board>,
 }
 
+/// One lane's part in gathering the factors of one layer.
+struct Gathering {
+    gather: Gather,
+    meeting: Arc<Meeting>,
+    /// Sent, and not yet reported to the session.
+    in_flight: bool,
+}
+
 /// Where the payload of a frame goes.
 #[derive(Debug)]
 pub(crate) enum Landing {
@@ -37,6 +51,8 @@ pub(crate) enum Landing {
     Sum { sum: Contribution, lent: Option<Lent> },
     /// Straight into the training program's memory.
     Result(Lent),
+    /// Straight into the matrix where factors meet.
+    Rows(Rows),
 }
 
 impl Holdings {
@@ -45,10 +61,17 @@ impl Holdings {
         cluster: &Cluster,
         plan: &Plan,
         store: Option<Store>,
+        meetings: &[Option<Arc<Meeting>>],
         board: Arc<Board>,
     ) -> Self {
         let layers = (0..plan.layers() as u32).map(LayerId);
+        let gathering = |(layer, meeting): (LayerId, &Option<Arc<Meeting>>)| {
+            let meeting = meeting.clone()?;
+            let gather = Gather::new(layer, &meeting.layout, me.node, me.lane);
+            Some(Gathering { gather, meeting, in_flight: false })
+        };
         Self {
+            gathers: layers.clone().zip(meetings).map(gathering).collect(),
             me: me.node,
             workers: cluster.worker_ids().collect(),
             store,
@@ -98,6 +121,39 @@ impl Holdings {
         Ok(())
     }
 
+    /// The training program's factors of `layer` are in their place. Gives `send` a frame for every
+    /// chunk and every other worker.
+    pub(crate) fn handle_send_factors(
+        &mut self,
+        layer: LayerId,
+        (clock, rows, rate): (Clock, usize, f32),
+        mut send: impl FnMut(NodeId, Header, Payload),
+    ) -> Result<(), (ChunkKey, Violation)> {
+        let Some(gathering) = &mut self.gathers[layer.index()] else { return Ok(()) };
+        let Gathering { gather, meeting, in_flight } = gathering;
+        let chunks = gather
+            .handle_send(clock, rows, rate)
+            .map_err(|violation| (ChunkKey { layer, index: 0 }, violation))?;
+        *in_flight = true;
+        for (chunk, range) in chunks {
+            let length = (range.len() * size_of::<f32>()) as u32;
+            let (kind, sender) = (Kind::Factors, self.me);
+            let header = Header { kind, sender, chunk, value: rate, clock, length };
+            for &worker in self.workers.iter().filter(|&&w| w != self.me) {
+                let payload = if range.is_empty() {
+                    Payload::None
+                } else {
+                    self.unsent[layer.index()] += 1;
+                    let (meeting, range) = (meeting.clone(), range.clone());
+                    Payload::Factors(Rows { meeting, place: place(clock), range })
+                };
+                send(worker, header, payload);
+            }
+        }
+        self.finish_if_gathered(layer);
+        Ok(())
+    }
+
     /// Checks a frame that carries a chunk and says where its payload goes.
     pub(crate) fn open(&mut self, header: &Header, now: Duration) -> Result<Landing, Violation> {
         match header.kind {
@@ -113,6 +169,21 @@ impl Holdings {
                 let range = syncer.handle_update(header)?;
                 let exchange = self.exchanges[layer].clone().ok_or(Violation::NotInFlight)?;
                 Ok(Landing::Result(Lent { exchange, range }))
+            }
+            Kind::Factors => {
+                let gathering = self.gathers.get_mut(header.chunk.layer.index());
+                let gathering =
+                    gathering.and_then(Option::as_mut).ok_or(Violation::UnknownChunk)?;
+                let arrival = gathering.gather.handle_factors(header)?;
+                let rows = |range| Rows {
+                    meeting: gathering.meeting.clone(),
+                    place: arrival.place,
+                    range,
+                };
+                if !arrival.blank.is_empty() {
+                    rows(arrival.blank.clone()).room().fill(0.0);
+                }
+                Ok(Landing::Rows(rows(arrival.range)))
             }
             _ => Err(Violation::WrongKind),
         }
@@ -139,6 +210,15 @@ impl Holdings {
     pub(crate) fn handle_landed(&mut self, chunk: ChunkKey) {
         if self.syncers[chunk.layer.index()].handle_landed(chunk.index) {
             self.finish_if_done(chunk.layer);
+        }
+    }
+
+    /// Another worker's factors are in place.
+    pub(crate) fn handle_gathered(&mut self, sender: NodeId, chunk: ChunkKey, clock: Clock) {
+        if let Some(gathering) = &mut self.gathers[chunk.layer.index()]
+            && gathering.gather.handle_landed(sender, chunk.index, clock)
+        {
+            self.finish_if_gathered(chunk.layer);
         }
     }
 
@@ -194,6 +274,11 @@ impl Holdings {
                 self.unsent[layer.index()] -= 1;
                 self.finish_if_done(layer);
             }
+            Payload::Factors(rows) => {
+                let layer = rows.meeting.layer;
+                self.unsent[layer.index()] -= 1;
+                self.finish_if_gathered(layer);
+            }
             Payload::None | Payload::Text(_) => {}
         }
     }
@@ -208,12 +293,15 @@ impl Holdings {
 
     /// The chunks this node's worker awaits.
     pub(crate) fn awaited(&self) -> impl Iterator<Item = (ChunkKey, NodeId)> {
-        self.syncers.iter().flat_map(|s| s.missing().map(|p| (p.key, p.server)))
+        let chunks = self.syncers.iter().flat_map(|s| s.missing().map(|p| (p.key, p.server)));
+        chunks.chain(self.gathers.iter().flatten().flat_map(|g| g.gather.missing()))
     }
 
     /// The clock `layer` is at on this lane.
-    pub(crate) fn clock(&self, layer: LayerId) -> poseidon_core::Clock {
-        self.syncers[layer.index()].clock()
+    pub(crate) fn clock(&self, layer: LayerId) -> Clock {
+        let gather = self.gathers.get(layer.index()).and_then(Option::as_ref);
+        let gathered = gather.map_or(Clock(0), |g| g.gather.clock());
+        gathered.max(self.syncers[layer.index()].clock())
     }
 
     /// Offers the shard the memory of one of this node's own chunks. False if others were first.
@@ -251,6 +339,15 @@ impl Holdings {
         if done && let Some(exchange) = self.exchanges[layer.index()].take() {
             // Let go of the memory before saying so: the session takes it back at once.
             drop(exchange);
+            self.board.finish_part(layer);
+        }
+    }
+
+    /// The same for a layer that goes by factors.
+    fn finish_if_gathered(&mut self, layer: LayerId) {
+        let Some(gathering) = &mut self.gathers[layer.index()] else { return };
+        let done = gathering.gather.is_gathered() && self.unsent[layer.index()] == 0;
+        if done && std::mem::take(&mut gathering.in_flight) {
             self.board.finish_part(layer);
         }
     }

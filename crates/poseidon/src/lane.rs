@@ -34,6 +34,8 @@ pub(crate) struct Limits {
 pub(crate) enum Command {
     /// A layer goes out.
     Send(Arc<Exchange>),
+    /// A layer's factors go out: they are in their place.
+    SendFactors { layer: LayerId, clock: Clock, rows: usize, rate: f32 },
     /// What is this lane waiting for, of this layer?
     Explain(LayerId, SyncSender<Vec<String>>),
     /// Nothing more will be sent: say goodbye and serve until the others do.
@@ -138,12 +140,23 @@ impl Lane {
 
     pub(crate) fn handle_command(&mut self, command: Command, now: Duration) {
         match command {
-            Command::Send(_) if self.dying.is_some() => {}
+            Command::Send(_) | Command::SendFactors { .. } if self.dying.is_some() => {}
             Command::Send(exchange) => {
                 let peers = &mut self.peers;
                 let sent = self.holdings.handle_send(exchange, now, |node, header, payload| {
                     post(peers, node, &header, payload);
                 });
+                if let Err((chunk, violation)) = sent {
+                    self.die(self.own_fault(chunk, violation), now);
+                }
+            }
+            Command::SendFactors { layer, clock, rows, rate } => {
+                let peers = &mut self.peers;
+                let step = (clock, rows, rate);
+                let sent =
+                    self.holdings.handle_send_factors(layer, step, |node, header, payload| {
+                        post(peers, node, &header, payload);
+                    });
                 if let Err((chunk, violation)) = sent {
                     self.die(self.own_fault(chunk, violation), now);
                 }
@@ -405,7 +418,8 @@ impl Lane {
 }
 
 fn post(peers: &mut [Option<Peer>], node: NodeId, header: &Header, payload: Payload) {
-    // Every worker has a link to every server: `node` made them, or did not start.
+    // Every worker has a link to every server, and to every worker it sends factors: `node` made
+    // them, or did not start.
     peers[node.index()].as_mut().expect("no link").send(header, payload);
 }
 

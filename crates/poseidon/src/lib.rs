@@ -25,7 +25,8 @@
 //! * [`session`]: what a training program holds. [`serve`]: what a dedicated server runs.
 //! * [`config`]: who am I, where is everybody: the only reader of the environment.
 //! * [`coordinator`]: rendezvous and the information book.
-//! * [`buffer`]: memory lent to the lanes while a layer is in flight.
+//! * [`buffer`]: memory lent to the lanes while a layer is in flight. `factors`: where factors meet;
+//!   `rebuild`: what becomes of them.
 //! * `node`, `lane`: one process and its threads. `holdings`: what a lane holds; `peer`, `outbox`: its
 //!   links, and what it sends next.
 
@@ -38,11 +39,13 @@ mod board;
 mod book;
 mod error;
 mod exchange;
+mod factors;
 mod holdings;
 mod lane;
 mod node;
 mod outbox;
 mod peer;
+mod rebuild;
 mod server;
 
 pub use book::{Book, Job, NodeFacts};
@@ -50,11 +53,13 @@ pub use buffer::Buffer;
 pub use config::Config;
 pub use coordinator::Coordinator;
 pub use error::Error;
+pub use factors::Factors;
 pub use node::Traffic;
 pub use poseidon_core::plan::Placement;
 pub use poseidon_core::store::Order;
 pub use poseidon_core::{
-    ChunkSize, Clock, Cluster, Layer, LayerId, LayerKind, NodeId, Optimizer, Reduction, Servers,
+    ChunkSize, Clock, Cluster, Layer, LayerId, LayerKind, NodeId, Optimizer, Plan, Policy,
+    Reduction, Scheme, Servers,
 };
 pub use poseidon_link::Secret;
 pub use server::serve;

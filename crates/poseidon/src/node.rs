@@ -6,10 +6,11 @@ use crate::book::{Book, Job, NodeFacts};
 use crate::config::{Carriers, Config};
 use crate::coordinator::{self, Coordinator, Join};
 use crate::exchange::Exchange;
+use crate::factors::Meeting;
 use crate::holdings::Holdings;
 use crate::lane::{self, Command, Lane, Limits, MAILBOX, Parts};
 use poseidon_core::wire::{Hello, Purpose, Status};
-use poseidon_core::{Cluster, LaneId, Layer, LayerId, NodeId, Plan, Shard, Store};
+use poseidon_core::{Clock, Cluster, LaneId, Layer, LayerId, NodeId, Plan, Shard, Store};
 use poseidon_link::{
     Address, Caller, Credentials, Link, Listener, Serving, Stream, address, connect,
 };
@@ -27,6 +28,9 @@ pub(crate) struct Node {
     pub(crate) book: Arc<Book>,
     pub(crate) board: Arc<Board>,
     counters: Arc<Counters>,
+    pub(crate) plan: Plan,
+    /// By layer, for those that go by factors: where they meet. Empty on a server.
+    pub(crate) meetings: Vec<Option<Arc<Meeting>>>,
     lanes: Vec<LaneHandle>,
     /// Layer → the lanes that hold chunks of it: only they are woken for it.
     lanes_of: Vec<Vec<LaneId>>,
@@ -98,12 +102,13 @@ impl Node {
         let join = Join { facts, workers, servers, lanes, job };
         let book = Arc::new(coordinator::join(&mut stream, join, &meeting_point)?);
 
-        let links = gather_links(config, &book, &credentials, &arrivals)?;
+        let plan = book.plan();
+        let links = gather_links(config, &book, &plan, &credentials, &arrivals)?;
         connected.store(book.cluster.lanes(), Ordering::Relaxed);
         let layers: Arc<[Layer]> = book.job.layers.clone().into();
         let board = Arc::new(Board::new(layers.len()));
         let counters = Arc::new(Counters::default());
-        let plan = book.plan();
+        let meetings = meetings(&book.cluster, &plan, config.node());
         let epoch = Instant::now();
         let mut node = Self {
             me: config.node(),
@@ -112,6 +117,8 @@ impl Node {
             counters: counters.clone(),
             lanes: Vec::new(),
             lanes_of: lanes_of(&plan),
+            plan,
+            meetings,
             _serving: serving,
             _coordinator: coordinator,
         };
@@ -122,7 +129,7 @@ impl Node {
                 me: config.node(),
                 cluster: book.cluster.clone(),
                 layers: layers.clone(),
-                holdings: holdings(shard, &book, &plan, &board),
+                holdings: holdings(shard, &book, &node.plan, &node.meetings, &board),
                 links,
                 board: board.clone(),
                 counters: counters.clone(),
@@ -141,6 +148,15 @@ impl Node {
         self.board.begin(exchange.layer, lanes.len());
         for lane in lanes {
             self.lanes[lane.index()].send(Command::Send(exchange.clone()));
+        }
+    }
+
+    /// Has the lanes send this worker's factors, which are in their place.
+    pub(crate) fn dispatch_factors(&self, meeting: &Meeting, clock: Clock, rows: usize, rate: f32) {
+        let layer = meeting.layer;
+        self.board.begin(layer, meeting.layout.lanes().count());
+        for lane in meeting.layout.lanes() {
+            self.lanes[lane.index()].send(Command::SendFactors { layer, clock, rows, rate });
         }
     }
 
@@ -215,12 +231,28 @@ fn cores_to_share(config: &Config, book: &Book) -> Vec<usize> {
 }
 
 /// Worker 0's shard and syncers, or a server's shard alone.
-fn holdings(shard: Shard, book: &Book, plan: &Plan, board: &Arc<Board>) -> Holdings {
+fn holdings(
+    shard: Shard,
+    book: &Book,
+    plan: &Plan,
+    meetings: &[Option<Arc<Meeting>>],
+    board: &Arc<Board>,
+) -> Holdings {
     let serves = book.cluster.role(shard.node).is_some_and(|role| role.server);
     let (workers, job) = (book.cluster.workers(), &book.job);
     let store =
         serves.then(|| Store::new(plan, shard, workers, job.optimizer.clone(), job.order()));
-    Holdings::new(shard, &book.cluster, plan, store, board.clone())
+    Holdings::new(shard, &book.cluster, plan, store, meetings, board.clone())
+}
+
+/// Where the factors of each layer meet on `node`, if it is a worker.
+fn meetings(cluster: &Cluster, plan: &Plan, node: NodeId) -> Vec<Option<Arc<Meeting>>> {
+    let works = cluster.role(node).is_some_and(|role| role.worker);
+    let meeting = |layer| {
+        let layout = plan.factors(layer).filter(|_| works)?;
+        Some(Arc::new(Meeting::new(layer, layout.clone())))
+    };
+    (0..plan.layers() as u32).map(LayerId).map(meeting).collect()
 }
 
 fn serve_coordinator(config: &Config) -> Result<Coordinator, Error> {
@@ -278,6 +310,7 @@ type Links = Vec<(NodeId, Box<dyn Link>)>;
 fn gather_links(
     config: &Config,
     book: &Book,
+    plan: &Plan,
     credentials: &Credentials,
     arrivals: &Receiver<Arrival>,
 ) -> Result<Vec<Links>, Error> {
@@ -287,7 +320,8 @@ fn gather_links(
     let mut links: Vec<Links> = cluster.lane_ids().map(|_| Vec::new()).collect();
     let link_to = |node| Error::io(format!("link to {}", cluster.name(node)));
     let share_memory = config.carrier == Carriers::Auto;
-    let partners = cluster.node_ids().filter(|&n| n != me && exchange_chunks(cluster, me, n));
+    let partners =
+        cluster.node_ids().filter(|&n| n != me && exchange_anything(cluster, plan, me, n));
     let (lower, higher): (Vec<_>, Vec<_>) = partners.partition(|&n| n < me);
     for &node in &lower {
         let to = route(config, book, node)?;
@@ -329,10 +363,12 @@ fn gather_links(
     Ok(links)
 }
 
-/// Workers exchange chunks with servers; two nodes that are only one of the two have no link.
-fn exchange_chunks(cluster: &Cluster, a: NodeId, b: NodeId) -> bool {
+/// Workers exchange chunks with servers, and factors with workers. Nodes that exchange nothing have
+/// no link.
+fn exchange_anything(cluster: &Cluster, plan: &Plan, a: NodeId, b: NodeId) -> bool {
     let (Some(a), Some(b)) = (cluster.role(a), cluster.role(b)) else { return false };
-    (a.worker && b.server) || (a.server && b.worker)
+    let factors = plan.sends_factors() && a.worker && b.worker;
+    factors || (a.worker && b.server) || (a.server && b.worker)
 }
 
 /// How to reach `node`: a unix socket if it is on this host, unless told otherwise.

@@ -1,6 +1,7 @@
 //! What a lane sends next to one peer: the one place where that is decided.
 
 use crate::exchange::Lent;
+use crate::factors::Rows;
 use poseidon_core::wire::{Header, Kind};
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, VecDeque};
@@ -35,6 +36,8 @@ pub(crate) enum Payload {
     Update(Lent),
     /// One chunk of a shard's result.
     Result(Arc<[f32]>),
+    /// One chunk of this worker's factors.
+    Factors(Rows),
     Text(Box<[u8]>),
 }
 
@@ -125,6 +128,7 @@ impl Payload {
             Self::None => &[],
             Self::Gradient(lent) | Self::Update(lent) => bytemuck::cast_slice(lent.gradient()),
             Self::Result(values) => bytemuck::cast_slice(values),
+            Self::Factors(rows) => bytemuck::cast_slice(rows.values()),
             Self::Text(text) => text,
         }
     }

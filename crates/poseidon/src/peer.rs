@@ -2,11 +2,12 @@
 
 use crate::board::Counters;
 use crate::exchange::Lent;
+use crate::factors::Rows;
 use crate::holdings::{Holdings, Landing};
 use crate::outbox::{Outbox, Payload};
 use poseidon_core::store::Contribution;
 use poseidon_core::wire::{Header, Kind, MAX_ABORT};
-use poseidon_core::{ChunkKey, NodeId, Violation};
+use poseidon_core::{ChunkKey, Clock, NodeId, Violation};
 use poseidon_link::{Carrier, Link};
 use std::io::{self, IoSliceMut};
 use std::sync::atomic::Ordering;
@@ -49,6 +50,12 @@ enum State {
     Result {
         lent: Lent,
         chunk: ChunkKey,
+        done: usize,
+    },
+    Rows {
+        rows: Rows,
+        chunk: ChunkKey,
+        clock: Clock,
         done: usize,
     },
     Abort {
@@ -260,6 +267,12 @@ impl Peer {
                 *done += payload;
                 (payload, header, drained)
             }
+            State::Rows { rows, done, .. } => {
+                let bytes: &mut [u8] = bytemuck::cast_slice_mut(rows.room());
+                let (payload, header, drained) = read(&mut *self.link, &mut bytes[*done..], true)?;
+                *done += payload;
+                (payload, header, drained)
+            }
             State::Abort { text, done } => {
                 let (payload, header, drained) = read(&mut *self.link, &mut text[*done..], true)?;
                 *done += payload;
@@ -292,6 +305,7 @@ impl Peer {
             }
             State::Sum { left, .. } => *left == 0,
             State::Result { lent, done, .. } => *done == lent.range.len() * size_of::<f32>(),
+            State::Rows { rows, done, .. } => *done == rows.range.len() * size_of::<f32>(),
             State::Abort { text, done } => *done == text.len(),
         };
         if complete {
@@ -301,6 +315,9 @@ impl Peer {
                     // Let go first: the session takes the memory back when the layer is done.
                     drop(lent);
                     holdings.handle_landed(chunk);
+                }
+                State::Rows { chunk, clock, .. } => {
+                    holdings.handle_gathered(self.node, chunk, clock);
                 }
                 State::Abort { text, .. } => {
                     return Err(Fault::Abort(String::from_utf8_lossy(&text).into_owned()));
@@ -323,7 +340,7 @@ impl Peer {
         }
         let length = header.length as usize;
         match header.kind {
-            Kind::Push | Kind::Init | Kind::Update => {
+            Kind::Push | Kind::Init | Kind::Update | Kind::Factors => {
                 let landing =
                     holdings.open(header, now).map_err(|v| Fault::Violation(*header, v))?;
                 self.state = match landing {
@@ -331,6 +348,10 @@ impl Peer {
                         State::Sum { sum, lent, left: length, carry: [0; 4], carried: 0 }
                     }
                     Landing::Result(lent) => State::Result { lent, chunk: header.chunk, done: 0 },
+                    Landing::Rows(rows) => {
+                        let (chunk, clock) = (header.chunk, header.clock);
+                        State::Rows { rows, chunk, clock, done: 0 }
+                    }
                 };
             }
             Kind::Heartbeat | Kind::Bye if length > 0 => {

@@ -3,12 +3,14 @@
 use crate::book::{Book, Job};
 use crate::config::{Config, Member};
 use crate::exchange::Exchange;
+use crate::factors::{Factors, Meeting};
 use crate::lane::Command;
 use crate::node::Node;
+use crate::rebuild::{Rebuilder, Rule};
 use crate::{Buffer, Error, Traffic};
 use poseidon_core::plan::Placement;
 use poseidon_core::wire::Kind;
-use poseidon_core::{ChunkSize, Clock, Layer, LayerId, Optimizer};
+use poseidon_core::{ChunkSize, Clock, Layer, LayerId, LayerKind, Optimizer, Plan, Policy, Scheme};
 use serde_json::Value;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::mpsc::sync_channel;
@@ -39,6 +41,8 @@ pub struct Received {
     pub gradient: Option<Buffer>,
     /// The clock this result belongs to.
     pub clock: Clock,
+    /// When the last byte of it was there, which may be long before it was received.
+    pub landed: Instant,
 }
 
 /// Describes a job and starts it.
@@ -54,7 +58,26 @@ pub struct Builder {
 struct LayerState {
     clock: Clock,
     initialised: bool,
-    in_flight: Option<Arc<Exchange>>,
+    in_flight: Option<InFlight>,
+    rebuilder: Rebuilder,
+}
+
+/// What the lanes are working on.
+#[derive(Debug)]
+enum InFlight {
+    /// Chunks, through the shards.
+    Chunks(Arc<Exchange>),
+    /// Factors, from worker to worker; `values` waits for what they become.
+    Factors { clock: Clock, rate: f32, values: Buffer },
+}
+
+impl InFlight {
+    fn clock(&self) -> Clock {
+        match self {
+            Self::Chunks(exchange) => exchange.clock,
+            Self::Factors { clock, .. } => *clock,
+        }
+    }
 }
 
 impl Session {
@@ -66,6 +89,8 @@ impl Session {
             chunk: ChunkSize::default(),
             placement: Placement::default(),
             deterministic: false,
+            scheme: Policy::default(),
+            batch: None,
         };
         Builder { config, job, rate: None }
     }
@@ -90,6 +115,18 @@ impl Session {
     /// The layer's clock: how many times it has been sent. 0 before the first step.
     pub fn clock(&self, layer: LayerId) -> Result<Clock, Error> {
         Ok(self.state(layer)?.clock)
+    }
+
+    /// How each layer is synchronised and where its chunks live.
+    pub fn plan(&self) -> &Plan {
+        &self.node.plan
+    }
+
+    /// How `layer` is to be sent: by [`send`](Session::send) or by
+    /// [`send_factors`](Session::send_factors).
+    pub fn scheme(&self, layer: LayerId) -> Result<Scheme, Error> {
+        let choice = self.node.plan.choice(layer);
+        choice.map(|c| c.scheme).ok_or_else(|| self.unknown(&format!("#{layer}")))
     }
 
     /// The information book.
@@ -152,9 +189,40 @@ impl Session {
         self.push(layer, gradient, Some(destination))
     }
 
+    /// Contributes to the layer's next clock by factors, of which this worker has as many rows as its
+    /// batch has samples, perhaps in several parts. Returns as soon as they are copied.
+    ///
+    /// What [`receive`](Session::receive) gives back is `values`: overwritten with the reduced
+    /// gradient or, with an optimizer that updates parameters, taken one step on. In that case they
+    /// must be the layer's parameters as the last `receive` gave them, because no shard has them.
+    pub fn send_factors(
+        &self,
+        layer: LayerId,
+        parts: &[Factors<'_>],
+        values: Buffer,
+    ) -> Result<(), Error> {
+        let mut state = self.state(layer)?;
+        let Some(meeting) = &self.node.meetings[layer.index()] else {
+            let instead = "send its gradient instead of factors";
+            let (layer, scheme) = (self.name(layer), Scheme::Ps);
+            return Err(Error::Scheme { layer, scheme, instead });
+        };
+        self.check_length(layer, "buffer of values", &values)?;
+        let rows = count_rows(meeting, parts)
+            .map_err(|why| Error::Factors { layer: self.name(layer), why })?;
+        self.check_landed(layer, &state)?;
+        let rate = self.check_step(layer, &state)?;
+        self.node.board.failure().map_or(Ok(()), Err)?;
+        let clock = state.clock.next();
+        meeting.write_own(self.node.me, clock, parts);
+        state.in_flight = Some(InFlight::Factors { clock, rate, values });
+        self.node.dispatch_factors(meeting, clock, rows, rate);
+        Ok(())
+    }
+
     /// Waits for the layer sent last and gives its memory back.
     pub fn receive(&self, layer: LayerId) -> Result<Received, Error> {
-        let in_flight = self.state(layer)?.in_flight.as_ref().map(|exchange| exchange.clock);
+        let in_flight = self.state(layer)?.in_flight.as_ref().map(InFlight::clock);
         let Some(clock) = in_flight else {
             return Err(Error::NotInFlight { layer: self.name(layer) });
         };
@@ -167,18 +235,34 @@ impl Session {
             self.node.command_all(|| Command::Abort(error.to_string()));
             return Err(error);
         }
+        let landed = self.node.board.finished(layer);
         let mut state = self.state(layer)?;
-        let Some(exchange) = state.in_flight.take() else {
+        let state = &mut *state;
+        let Some(in_flight) = state.in_flight.take() else {
             return Err(Error::NotInFlight { layer: self.name(layer) }); // another thread was faster
         };
-        // Lanes let go of an exchange before they report their part done.
-        let exchange = Arc::into_inner(exchange).expect("a lane kept an exchange it reported done");
-        state.clock = exchange.clock;
-        state.initialised |= exchange.kind == Kind::Init;
-        Ok(match exchange.destination {
-            Some(result) => Received { result, gradient: Some(exchange.gradient), clock },
-            None => Received { result: exchange.gradient, gradient: None, clock },
-        })
+        state.clock = clock;
+        let (result, gradient) = match in_flight {
+            InFlight::Chunks(exchange) => {
+                // Lanes let go of an exchange before they report their part done.
+                let exchange =
+                    Arc::into_inner(exchange).expect("a lane kept an exchange it reported done");
+                state.initialised |= exchange.kind == Kind::Init;
+                match exchange.destination {
+                    Some(result) => (result, Some(exchange.gradient)),
+                    None => (exchange.gradient, None),
+                }
+            }
+            InFlight::Factors { rate, mut values, .. } => {
+                let meeting = self.node.meetings[layer.index()].as_ref();
+                let meeting = meeting.expect("only a layer with a meeting is sent by factors");
+                let rule = Rule { optimizer: &self.node.book.job.optimizer, rate, clock };
+                let (matrix, layout) = (meeting.matrix(clock), &meeting.layout);
+                state.rebuilder.apply(matrix, layout, &rule, &mut values);
+                (values, None)
+            }
+        };
+        Ok(Received { result, gradient, clock, landed })
     }
 
     /// Whether [`receive`](Session::receive) would return without waiting.
@@ -207,16 +291,13 @@ impl Session {
         if let Some(destination) = &into {
             self.check_length(layer, "destination", destination)?;
         }
+        if self.node.meetings[layer.index()].is_some() {
+            let instead = "send its factors instead of a gradient";
+            let (layer, scheme) = (self.name(layer), Scheme::Sfb);
+            return Err(Error::Scheme { layer, scheme, instead });
+        }
         self.check_landed(layer, &state)?;
-        let optimizer = &self.node.book.job.optimizer;
-        if !state.initialised && !optimizer.is_stateless() {
-            let optimizer = optimizer.to_string();
-            return Err(Error::NotInitialised { layer: self.name(layer), optimizer });
-        }
-        let rate = f32::from_bits(self.rate.load(Ordering::Relaxed));
-        if !rate.is_finite() {
-            return Err(Error::Config(format!("learning rate {rate}: expected a number")));
-        }
+        let rate = self.check_step(layer, &state)?;
         let clock = state.clock.next();
         self.dispatch(
             &mut state,
@@ -227,9 +308,23 @@ impl Session {
     fn dispatch(&self, state: &mut LayerState, exchange: Exchange) -> Result<(), Error> {
         self.node.board.failure().map_or(Ok(()), Err)?;
         let exchange = Arc::new(exchange);
-        state.in_flight = Some(exchange.clone());
+        state.in_flight = Some(InFlight::Chunks(exchange.clone()));
         self.node.dispatch(&exchange);
         Ok(())
+    }
+
+    /// Whether the layer may take a step. Returns the step's learning rate.
+    fn check_step(&self, layer: LayerId, state: &LayerState) -> Result<f32, Error> {
+        let optimizer = &self.node.book.job.optimizer;
+        if !state.initialised && !optimizer.is_stateless() {
+            let optimizer = optimizer.to_string();
+            return Err(Error::NotInitialised { layer: self.name(layer), optimizer });
+        }
+        let rate = f32::from_bits(self.rate.load(Ordering::Relaxed));
+        if !rate.is_finite() {
+            return Err(Error::Config(format!("learning rate {rate}: expected a number")));
+        }
+        Ok(rate)
     }
 
     /// Asks the lanes what they are waiting for.
@@ -270,8 +365,8 @@ impl Session {
     }
 
     fn check_landed(&self, layer: LayerId, state: &LayerState) -> Result<(), Error> {
-        let Some(exchange) = &state.in_flight else { return Ok(()) };
-        Err(Error::InFlight { layer: self.name(layer), clock: exchange.clock })
+        let Some(in_flight) = &state.in_flight else { return Ok(()) };
+        Err(Error::InFlight { layer: self.name(layer), clock: in_flight.clock() })
     }
 
     fn name(&self, layer: LayerId) -> String {
@@ -287,6 +382,24 @@ impl Session {
         let known = if known.is_empty() { "none".into() } else { known.join(", ") };
         Error::UnknownLayer { name: name.into(), known }
     }
+}
+
+/// The rows of `parts` together, or why they cannot be this layer's.
+fn count_rows(meeting: &Meeting, parts: &[Factors<'_>]) -> Result<usize, String> {
+    let (m, n, batch) = (meeting.layout.m, meeting.layout.n, meeting.layout.batch);
+    let mut rows = 0;
+    for Factors { u, v } in parts {
+        let part = u.len() / m.max(1);
+        if u.len() != part * m || v.len() != part * n {
+            let (u, v) = (u.len(), v.len());
+            return Err(format!("expected rows of {m} and {n} numbers, got {u} and {v} in all"));
+        }
+        rows += part;
+    }
+    if rows > batch {
+        return Err(format!("{rows} rows of factors, but the job's batch size is {batch}"));
+    }
+    Ok(rows)
 }
 
 impl Drop for Session {
@@ -344,6 +457,19 @@ impl Builder {
         self
     }
 
+    /// Which schemes the plan may choose from.
+    pub fn scheme(mut self, policy: Policy) -> Self {
+        self.job.scheme = policy;
+        self
+    }
+
+    /// The most samples this worker has in one step: with it, the plan can let fully connected layers
+    /// go by factors. The program then asks for each layer's [`scheme`](Session::scheme).
+    pub fn batch(mut self, batch: usize) -> Self {
+        self.job.batch = Some(batch);
+        self
+    }
+
     /// Finds the other nodes and opens links to them. Returns when the whole cluster is there.
     pub fn start(self) -> Result<Session, Error> {
         let Self { config, job, rate } = self;
@@ -361,6 +487,21 @@ impl Builder {
             if job.layers[..position].iter().any(|l| l.name == layer.name) {
                 return Err(Error::Config(format!("two layers are called '{}'", layer.name)));
             }
+            if let LayerKind::Fc { m, n } = layer.kind
+                && layer.len != m * n
+                && layer.len != m * n + m
+            {
+                let (name, len) = (&layer.name, layer.len);
+                return Err(Error::Config(format!(
+                    "layer '{name}' has {m} outputs and {n} inputs: expected {} parameters, or {} \
+                     with a bias, got {len}",
+                    m * n,
+                    m * n + m
+                )));
+            }
+        }
+        if job.batch == Some(0) {
+            return Err(Error::Config("a batch of 0 samples: expected at least 1".into()));
         }
         let rate = match rate {
             Some(rate) if rate.is_finite() => rate,

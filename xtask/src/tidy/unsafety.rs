@@ -4,6 +4,11 @@
 const UNSAFE_FILES: &[(&str, &str)] = &[
     ("crates/poseidon/src/buffer.rs", "lanes read and write the training program's own tensors"),
     ("crates/poseidon/src/exchange.rs", "the same tensors, chunk by chunk"),
+    ("crates/poseidon/src/factors.rs", "the matrices where factors meet, block by block"),
+    ("crates/poseidon/src/rebuild.rs", "the matrix product"),
+    ("crates/nn/src/gemm.rs", "the matrix product"),
+    ("crates/nn/src/data/mapped.rs", "data files that workers of one host share"),
+    ("crates/nn/src/data/lmdb.rs", "opening a database that others may map too"),
     ("crates/link/src/shared.rs", "rings in memory two processes share"),
     ("crates/cli/src/orphan.rs", "a hook between fork and exec"),
 ];

@@ -1,5 +1,5 @@
 use super::*;
-use crate::plan::Placement;
+use crate::plan::Rules;
 use crate::{ChunkSize, Cluster, LaneId, Layer, LayerId, Reduction, Servers};
 use proptest::prelude::*;
 
@@ -10,7 +10,8 @@ const SUM: Optimizer = Optimizer::Reduce(Reduction::Sum);
 fn store(workers: u16, len: usize, optimizer: Optimizer, order: Order) -> Store {
     let cluster = Cluster::new(workers, Servers::Dedicated(1), 1).unwrap();
     let size = ChunkSize::at_most(1 << 20);
-    let plan = Plan::new(&cluster, &[Layer::new("l", len)], size, Placement::Balanced);
+    let plan =
+        Plan::new(&cluster, &[Layer::new("l", len)], Rules { chunk: size, ..Rules::default() });
     let shard = Shard { node: NodeId(workers), lane: LaneId(0) };
     Store::new(&plan, shard, workers.into(), optimizer, order)
 }

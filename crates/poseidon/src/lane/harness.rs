@@ -8,7 +8,7 @@ use crate::Buffer;
 use crate::board::{Board, Counters};
 use crate::exchange::Exchange;
 use crate::holdings::Holdings;
-use poseidon_core::plan::Placement;
+use poseidon_core::plan::Rules;
 use poseidon_core::store::Order;
 use poseidon_core::wire::Kind;
 use poseidon_core::{
@@ -179,7 +179,7 @@ impl World {
     fn new(setup: &Setup) -> Self {
         let cluster = Cluster::new(setup.workers, setup.servers, setup.lanes).unwrap();
         let size = ChunkSize { min: 4, max: 256 };
-        let plan = Plan::new(&cluster, &setup.layers(), size, Placement::Balanced);
+        let plan = Plan::new(&cluster, &setup.layers(), Rules { chunk: size, ..Rules::default() });
         let ids = (0..setup.layers.len() as u32).map(LayerId);
         let lanes_of = |layer| plan.layer_chunks(layer).map(|(_, shard)| shard.lane).collect();
         let holders = ids.map(lanes_of).collect();
@@ -231,6 +231,7 @@ impl World {
         let role = self.cluster.role(me).unwrap();
         let board = Arc::new(Board::new(layers.len()));
         let counters = Arc::new(Counters::default());
+        let meetings = vec![None; layers.len()];
         let lane = |(lane, links): (LaneId, Links)| {
             let shard = Shard { node: me, lane };
             let optimizer = Optimizer::Reduce(Reduction::Sum);
@@ -242,7 +243,14 @@ impl World {
                 me,
                 cluster: self.cluster.clone(),
                 layers: layers.clone(),
-                holdings: Holdings::new(shard, &self.cluster, &self.plan, store, board.clone()),
+                holdings: Holdings::new(
+                    shard,
+                    &self.cluster,
+                    &self.plan,
+                    store,
+                    &meetings,
+                    board.clone(),
+                ),
                 links,
                 board: board.clone(),
                 counters: counters.clone(),

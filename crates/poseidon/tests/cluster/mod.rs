@@ -6,8 +6,8 @@ pub(crate) mod fake;
 use poseidon::config::{Carriers, Config, Member, credentials};
 use poseidon::session::Builder;
 use poseidon::{
-    ChunkSize, Clock, Coordinator, Error, Job, Layer, Optimizer, Placement, Reduction, Secret,
-    Servers, Session, serve,
+    ChunkSize, Clock, Coordinator, Error, Job, Layer, Optimizer, Placement, Policy, Reduction,
+    Secret, Servers, Session, serve,
 };
 use std::net::{IpAddr, Ipv4Addr};
 use std::ops::Range;
@@ -40,17 +40,24 @@ pub(crate) fn job() -> Job {
         chunk: ChunkSize::at_most(256),
         placement: Placement::Balanced,
         deterministic: false,
+        scheme: Policy::Auto,
+        batch: None,
     }
 }
 
 /// Begins a worker of `job`.
 pub(crate) fn builder(config: Config, job: &Job) -> Builder {
-    Session::builder(config)
+    let builder = Session::builder(config)
         .layers(job.layers.clone())
         .optimizer(job.optimizer.clone())
         .chunk_size(job.chunk)
         .placement(job.placement)
         .deterministic(job.deterministic)
+        .scheme(job.scheme);
+    match job.batch {
+        Some(batch) => builder.batch(batch),
+        None => builder,
+    }
 }
 
 /// One clock of [`job`]: sends every layer, receives every layer, and checks each element of the

@@ -1,0 +1,368 @@
+//! Sufficient factor broadcasting (Poseidon 2017 §2.1): where factors lie, and the state machine that
+//! gathers one layer's factors on one lane of a worker.
+//!
+//! The gradient of a fully connected layer is the sum over samples of u vᵀ: u is the gradient of the
+//! layer's output (M numbers), v its input (N numbers). Every worker sends the rows (u, v) of its
+//! batch to every other one. On the wire: K·(M + N) numbers to each of P - 1 workers. The bias'
+//! gradient is the sum of the u's and costs nothing.
+//!
+//! A worker that has everybody's factors of clock c may send those of c + 1 while others still wait
+//! for factors of c, but not those of c + 2: for that it needs everybody's of c + 1. So two places,
+//! used in turn, are enough to have room for every frame before it comes.
+
+use crate::wire::{Header, Kind};
+use crate::{ChunkKey, ChunkSize, Clock, Cluster, LaneId, LayerId, NodeId, Violation};
+use std::ops::Range;
+
+/// Where the factors of one layer lie when all are there: a matrix of `workers · batch` rows. Worker
+/// p's are the p-th `batch` rows; a row is one sample's u, then its v.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Layout {
+    /// Length of u: the layer's outputs.
+    pub m: usize,
+    /// Length of v: its inputs.
+    pub n: usize,
+    /// Most rows a worker sends in one step.
+    pub batch: usize,
+    /// Number of workers.
+    pub workers: usize,
+    chunk_rows: usize,
+    lanes: u16,
+    /// The lane of the first chunk.
+    first_lane: u16,
+}
+
+impl Layout {
+    /// The layout for a layer of `m` outputs and `n` inputs. Chunks are whole rows, about as large
+    /// as `size` says, dealt out to the lanes from `first_lane` on.
+    pub fn new(
+        (m, n): (usize, usize),
+        batch: usize,
+        cluster: &Cluster,
+        size: ChunkSize,
+        first_lane: u16,
+    ) -> Self {
+        let lanes = cluster.lanes();
+        let row = (m + n).max(1) * size_of::<f32>();
+        let fit = |bytes: usize| (bytes / row).max(1);
+        let spread = batch.div_ceil(lanes.into()).clamp(fit(size.min), fit(size.max));
+        let first_lane = first_lane % lanes;
+        Self { m, n, batch, workers: cluster.workers(), chunk_rows: spread, lanes, first_lane }
+    }
+
+    /// Numbers in a row.
+    pub fn width(&self) -> usize {
+        self.m + self.n
+    }
+
+    /// Numbers in the matrix.
+    pub fn len(&self) -> usize {
+        self.workers * self.batch * self.width()
+    }
+
+    /// Whether there is nothing to send.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// The elements of the matrix that hold `worker`'s rows.
+    pub fn block(&self, worker: NodeId) -> Range<usize> {
+        let len = self.batch * self.width();
+        worker.index() * len..(worker.index() + 1) * len
+    }
+
+    /// Number of chunks each worker sends, however many rows its batch has this time.
+    pub fn chunks(&self) -> u32 {
+        self.batch.div_ceil(self.chunk_rows) as u32
+    }
+
+    /// The lane that carries chunk `index`.
+    pub fn lane(&self, index: u32) -> LaneId {
+        LaneId(((u32::from(self.first_lane) + index) % u32::from(self.lanes)) as u16)
+    }
+
+    /// The lanes that carry anything.
+    pub fn lanes(&self) -> impl Iterator<Item = LaneId> + '_ {
+        (0..self.chunks().min(self.lanes.into())).map(|index| self.lane(index))
+    }
+
+    /// The elements of the matrix for chunk `index` of `worker`, of which `rows` rows of the whole
+    /// batch are there. May be empty.
+    fn chunk(&self, worker: NodeId, index: u32, rows: usize) -> Range<usize> {
+        let start = index as usize * self.chunk_rows;
+        let end = (start + self.chunk_rows).min(rows);
+        let at = |row: usize| self.block(worker).start + row * self.width();
+        at(start)..at(end.max(start))
+    }
+}
+
+/// Counts off the factors of one layer that one lane carries.
+#[derive(Debug)]
+pub struct Gather {
+    layer: LayerId,
+    layout: Layout,
+    me: NodeId,
+    /// The chunks of this lane, the same for every worker.
+    chunks: Vec<u32>,
+    /// The last clock that was sent.
+    sent: Clock,
+    /// By parity of the clock: the one that was sent last, and the next.
+    rounds: [Round; 2],
+}
+
+#[derive(Clone, Debug)]
+struct Round {
+    clock: Clock,
+    /// Everybody's learning rate, once somebody has said it.
+    rate: Option<f32>,
+    /// Worker by worker, the chunks of this lane.
+    arrived: Vec<bool>,
+    missing: usize,
+}
+
+/// Where a frame's payload goes.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Arrival {
+    /// Which of the two places: the clock's parity.
+    pub place: usize,
+    /// The elements of the matrix that the payload is.
+    pub range: Range<usize>,
+    /// Elements of the chunk that it leaves out, because the batch was short: they become zero.
+    pub blank: Range<usize>,
+}
+
+impl Gather {
+    /// The gatherer of `layer` for the factors that `lane` of worker `me` carries.
+    pub fn new(layer: LayerId, layout: &Layout, me: NodeId, lane: LaneId) -> Self {
+        let chunks: Vec<u32> = (0..layout.chunks()).filter(|&i| layout.lane(i) == lane).collect();
+        let round = |clock| Round {
+            clock,
+            rate: None,
+            arrived: vec![false; chunks.len() * layout.workers],
+            missing: (layout.workers - 1) * chunks.len(),
+        };
+        // Nothing of clock 0 ever comes: its place is closed until clock 1 has been sent.
+        let rounds = [Round { missing: 0, ..round(Clock(0)) }, round(Clock(1))];
+        Self { layer, layout: layout.clone(), me, chunks, sent: Clock(0), rounds }
+    }
+
+    /// This worker's `rows` rows go out at `clock`, which is the next one. Returns the chunks to
+    /// send to every other worker, and where they are.
+    pub fn handle_send(
+        &mut self,
+        clock: Clock,
+        rows: usize,
+        rate: f32,
+    ) -> Result<impl Iterator<Item = (ChunkKey, Range<usize>)> + '_, Violation> {
+        debug_assert_eq!(clock, self.sent.next(), "factors are sent clock by clock");
+        debug_assert!(self.is_gathered(), "layer sent while in flight");
+        self.sent = clock;
+        self.rounds[place(clock)].agree(rate)?;
+        let next = &mut self.rounds[place(clock.next())];
+        next.clock = clock.next();
+        next.rate = None;
+        next.arrived.fill(false);
+        next.missing = (self.layout.workers - 1) * self.chunks.len();
+        let this = &*self;
+        Ok(this.chunks.iter().map(move |&index| {
+            let key = ChunkKey { layer: this.layer, index };
+            (key, this.layout.chunk(this.me, index, rows))
+        }))
+    }
+
+    /// Factors are about to arrive. Returns where they go.
+    pub fn handle_factors(&mut self, header: &Header) -> Result<Arrival, Violation> {
+        if header.kind != Kind::Factors {
+            return Err(Violation::WrongKind);
+        }
+        let sender = header.sender;
+        if sender.index() >= self.layout.workers || sender == self.me {
+            return Err(Violation::NotAWorker(sender));
+        }
+        let slot = self.slot(sender, header.chunk.index).ok_or(Violation::UnknownChunk)?;
+        let whole = self.layout.chunk(sender, header.chunk.index, self.layout.batch);
+        let (most, got) = (whole.len() * size_of::<f32>(), header.length as usize);
+        let row = self.layout.width() * size_of::<f32>();
+        if got > most || got % row != 0 {
+            return Err(Violation::Rows { row, most, got });
+        }
+        let round = &mut self.rounds[place(header.clock)];
+        if round.clock != header.clock || header.clock == Clock(0) {
+            return Err(Violation::Clock { expected: self.sent.next(), got: header.clock });
+        }
+        if round.arrived[slot] {
+            return Err(Violation::Duplicate(header.clock));
+        }
+        round.agree(header.value)?;
+        let end = whole.start + got / size_of::<f32>();
+        Ok(Arrival { place: place(header.clock), range: whole.start..end, blank: end..whole.end })
+    }
+
+    /// A frame that `handle_factors` let in is in place. True when this lane now has everybody's
+    /// factors of the clock that was sent.
+    pub fn handle_landed(&mut self, sender: NodeId, index: u32, clock: Clock) -> bool {
+        let Some(slot) = self.slot(sender, index) else { return false };
+        let round = &mut self.rounds[place(clock)];
+        if round.clock != clock || std::mem::replace(&mut round.arrived[slot], true) {
+            return false;
+        }
+        round.missing -= 1;
+        clock == self.sent && round.missing == 0
+    }
+
+    /// Whether everybody's factors of the clock that was sent are there.
+    pub fn is_gathered(&self) -> bool {
+        self.rounds[place(self.sent)].missing == 0
+    }
+
+    /// The last clock that was sent.
+    pub fn clock(&self) -> Clock {
+        self.sent
+    }
+
+    /// What has not come of the clock that was sent, and from whom.
+    pub fn missing(&self) -> impl Iterator<Item = (ChunkKey, NodeId)> + '_ {
+        let round = &self.rounds[place(self.sent)];
+        let awaited =
+            (0..self.layout.workers).flat_map(|w| self.chunks.iter().map(move |&i| (w, i)));
+        awaited
+            .zip(&round.arrived)
+            .filter(|((worker, _), arrived)| {
+                self.sent > Clock(0) && !**arrived && *worker != self.me.index()
+            })
+            .map(|((worker, index), _)| {
+                (ChunkKey { layer: self.layer, index }, NodeId(worker as u16))
+            })
+    }
+
+    fn slot(&self, worker: NodeId, index: u32) -> Option<usize> {
+        let position = self.chunks.binary_search(&index).ok()?;
+        Some(worker.index() * self.chunks.len() + position)
+    }
+}
+
+impl Round {
+    fn agree(&mut self, rate: f32) -> Result<(), Violation> {
+        let expected = *self.rate.get_or_insert(rate);
+        if expected.to_bits() == rate.to_bits() {
+            return Ok(());
+        }
+        Err(Violation::Rate { expected, got: rate })
+    }
+}
+
+/// Which of the two places a clock's factors use.
+pub fn place(clock: Clock) -> usize {
+    (clock.0 % 2) as usize
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Servers;
+
+    const ME: NodeId = NodeId(1);
+
+    /// 3 workers, rows of 5 numbers, batches of at most 4 rows in chunks of 2: two chunks each.
+    fn layout(lanes: u16) -> Layout {
+        let cluster = Cluster::new(3, Servers::Colocated, lanes).unwrap();
+        Layout::new((2, 3), 4, &cluster, ChunkSize { min: 4, max: 40 }, 0)
+    }
+
+    fn frame(from: u16, index: u32, clock: u64, rows: usize) -> Header {
+        Header {
+            kind: Kind::Factors,
+            sender: NodeId(from),
+            chunk: ChunkKey { layer: LayerId(7), index },
+            value: 0.5,
+            clock: Clock(clock),
+            length: (rows * 20) as u32,
+        }
+    }
+
+    fn gather() -> Gather {
+        Gather::new(LayerId(7), &layout(1), ME, LaneId(0))
+    }
+
+    fn send(gather: &mut Gather, clock: u64, rows: usize) -> Vec<(u32, Range<usize>)> {
+        let chunks = gather.handle_send(Clock(clock), rows, 0.5).unwrap();
+        chunks.map(|(key, range)| (key.index, range)).collect()
+    }
+
+    fn land(gather: &mut Gather, header: &Header) -> bool {
+        gather.handle_factors(header).unwrap();
+        gather.handle_landed(header.sender, header.chunk.index, header.clock)
+    }
+
+    #[test]
+    fn a_layer_is_gathered_when_everybody_elses_last_chunk_lands() {
+        let mut gather = gather();
+        let mut awaited = 4;
+        for clock in 1..5 {
+            assert_eq!(send(&mut gather, clock, 4), [(0, 20..30), (1, 30..40)]);
+            assert_eq!(gather.missing().count(), awaited);
+            if clock == 1 {
+                assert!(!land(&mut gather, &frame(2, 0, clock, 2)));
+            }
+            assert!(!land(&mut gather, &frame(2, 1, clock, 2)));
+            // Worker 2 has all it needs and goes on: its next factors have a place already.
+            assert!(!land(&mut gather, &frame(2, 0, clock + 1, 2)));
+            assert!(!land(&mut gather, &frame(0, 1, clock, 2)));
+            assert_eq!(
+                gather.missing().map(|(key, from)| (key.index, from)).collect::<Vec<_>>(),
+                [(0, NodeId(0))]
+            );
+            let last = gather.handle_factors(&frame(0, 0, clock, 2)).unwrap();
+            assert_eq!((last.place, last.range), (place(Clock(clock)), 0..10));
+            assert!(!gather.is_gathered());
+            assert!(gather.handle_landed(NodeId(0), 0, Clock(clock)));
+            assert!(gather.is_gathered());
+            awaited = 3;
+        }
+    }
+
+    #[test]
+    fn short_batches_leave_blanks() {
+        let mut gather = gather();
+        assert_eq!(send(&mut gather, 1, 3), [(0, 20..30), (1, 30..35)]);
+        let arrival = gather.handle_factors(&frame(2, 1, 1, 1)).unwrap();
+        assert_eq!(arrival, Arrival { place: 1, range: 50..55, blank: 55..60 });
+        let arrival = gather.handle_factors(&frame(2, 0, 1, 0)).unwrap();
+        assert_eq!((arrival.range, arrival.blank), (40..40, 40..50));
+    }
+
+    #[test]
+    fn every_chunk_has_a_lane_and_lanes_share_evenly() {
+        let layout = layout(2);
+        assert_eq!(layout.chunks(), 2);
+        assert_eq!(layout.lanes().collect::<Vec<_>>(), [LaneId(0), LaneId(1)]);
+        let mut second = Gather::new(LayerId(7), &layout, ME, LaneId(1));
+        assert_eq!(send(&mut second, 1, 4), [(1, 30..40)]);
+        assert_eq!(second.handle_factors(&frame(0, 0, 1, 2)), Err(Violation::UnknownChunk));
+    }
+
+    #[test]
+    fn factors_that_have_no_place_are_violations() {
+        let mut gather = gather();
+        let mut refused = |header: Header| gather.handle_factors(&header).unwrap_err();
+        let clock = |expected, got| Violation::Clock { expected: Clock(expected), got: Clock(got) };
+        assert_eq!(refused(frame(0, 0, 2, 2)), clock(1, 2));
+        assert_eq!(refused(frame(0, 0, 0, 2)), clock(1, 0));
+        assert_eq!(refused(frame(0, 9, 1, 2)), Violation::UnknownChunk);
+        assert_eq!(refused(frame(1, 0, 1, 2)), Violation::NotAWorker(ME));
+        assert_eq!(refused(frame(3, 0, 1, 2)), Violation::NotAWorker(NodeId(3)));
+        assert_eq!(refused(frame(0, 0, 1, 3)), Violation::Rows { row: 20, most: 40, got: 60 });
+        let odd = Header { length: 21, ..frame(0, 0, 1, 2) };
+        assert_eq!(refused(odd), Violation::Rows { row: 20, most: 40, got: 21 });
+        assert_eq!(refused(Header { kind: Kind::Push, ..odd }), Violation::WrongKind);
+        land(&mut gather, &frame(0, 0, 1, 2));
+        let again = gather.handle_factors(&frame(0, 0, 1, 2));
+        assert_eq!(again, Err(Violation::Duplicate(Clock(1))));
+        // Two clocks ahead: the place is still in use.
+        send(&mut gather, 1, 4);
+        assert_eq!(gather.handle_factors(&frame(0, 0, 3, 2)), Err(clock(2, 3)));
+        let other_rate = Header { value: 0.25, ..frame(0, 1, 1, 2) };
+        let rate = Violation::Rate { expected: 0.5, got: 0.25 };
+        assert_eq!(gather.handle_factors(&other_rate), Err(rate));
+    }
+}

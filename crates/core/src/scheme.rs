@@ -1,0 +1,176 @@
+//! How a layer is synchronised, and which way is the cheapest exact one for it.
+
+use crate::cost::Setting;
+use crate::{Cluster, Layer, LayerKind, Servers};
+use serde::{Deserialize, Serialize};
+use std::{fmt, str::FromStr};
+
+/// How a layer is synchronised.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+#[non_exhaustive]
+pub enum Scheme {
+    /// Sharded parameter server: every worker pushes its gradient's chunks to the shards that hold
+    /// them and gets the results back. A node that is both sends 2·len·(P - 1)/P parameters.
+    Ps,
+    /// Sufficient factor broadcasting: every worker sends its batch's factors, K·(M + N) numbers, to
+    /// every other one, and each rebuilds the sum of the gradients with one matrix product.
+    Sfb,
+}
+
+/// Which schemes the plan may choose from.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Policy {
+    /// For every layer the one that moves the fewest bytes.
+    #[default]
+    Auto,
+    /// Parameter server for every layer.
+    Ps,
+    /// Factors for every layer that has them.
+    Sfb,
+}
+
+/// A scheme, and why.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Choice {
+    /// How the layer is synchronised.
+    pub scheme: Scheme,
+    /// The reason, for people.
+    pub reason: String,
+}
+
+/// The scheme for `layer` (Poseidon 2017, Algorithm 1). `batch` is how many samples a worker has per
+/// step; `None` if factors will not be sent.
+pub fn choose(layer: &Layer, cluster: &Cluster, batch: Option<usize>, policy: Policy) -> Choice {
+    let ps = |reason: &str| Choice { scheme: Scheme::Ps, reason: reason.into() };
+    let LayerKind::Fc { m, n } = layer.kind else {
+        return ps("its gradient has no factors");
+    };
+    let Some(batch) = batch else {
+        return ps("the batch size is not known, so factors cannot be sent");
+    };
+    if cluster.workers() == 1 {
+        return ps("one worker: nothing is exchanged");
+    }
+    if policy == Policy::Ps {
+        return ps("as told");
+    }
+    let servers = cluster.server_ids().count();
+    let setting = Setting { m, n, batch, workers: cluster.workers(), servers };
+    // The busiest node decides: the others wait for it.
+    let matrices = match cluster.servers() {
+        Servers::Dedicated(_) => setting.ps_server().max(setting.ps_worker()),
+        Servers::Colocated | Servers::Mixed(_) => setting.ps_both(),
+    };
+    let factors = setting.sfb_worker();
+    let (scheme, sign) = if factors <= matrices { (Scheme::Sfb, "≤") } else { (Scheme::Ps, ">") };
+    let (factors, matrices) = (Count(factors), Count(matrices));
+    if policy == Policy::Sfb {
+        let reason = format!("as told: factors {factors}, matrices {matrices} parameters per node");
+        return Choice { scheme: Scheme::Sfb, reason };
+    }
+    let reason = format!("factors {factors} {sign} matrices {matrices} parameters per node");
+    Choice { scheme, reason }
+}
+
+/// A number of parameters as people say it.
+struct Count(f64);
+
+impl fmt::Display for Count {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.0 {
+            x if x < 1e3 => write!(f, "{x:.0}"),
+            x if x < 1e6 => write!(f, "{:.1}K", x / 1e3),
+            x => write!(f, "{:.1}M", x / 1e6),
+        }
+    }
+}
+
+impl fmt::Display for Scheme {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Ps => "ps",
+            Self::Sfb => "sfb",
+        })
+    }
+}
+
+impl fmt::Display for Policy {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Auto => "auto",
+            Self::Ps => "ps",
+            Self::Sfb => "sfb",
+        })
+    }
+}
+
+impl FromStr for Policy {
+    type Err = String;
+
+    fn from_str(s: &str) -> Result<Self, String> {
+        match s {
+            "auto" => Ok(Self::Auto),
+            "ps" => Ok(Self::Ps),
+            "sfb" => Ok(Self::Sfb),
+            _ => Err(format!("expected 'auto', 'ps' or 'sfb', got '{s}'")),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn fc(m: usize, n: usize) -> Layer {
+        Layer { kind: LayerKind::Fc { m, n }, ..Layer::new("fc", m * n + m) }
+    }
+
+    fn scheme(layer: &Layer, workers: u16, servers: Servers, batch: usize) -> Scheme {
+        let cluster = Cluster::new(workers, servers, 1).unwrap();
+        choose(layer, &cluster, Some(batch), Policy::Auto).scheme
+    }
+
+    /// Poseidon 2017 §5.2: VGG19's large layers go by factors at K = 32 on 8 nodes, GoogLeNet's thin
+    /// classifier (1000 x 1024) at K = 128 on 16 nodes does not.
+    #[test]
+    fn the_papers_own_choices() {
+        assert_eq!(scheme(&fc(4096, 25088), 8, Servers::Colocated, 32), Scheme::Sfb);
+        assert_eq!(scheme(&fc(4096, 4096), 8, Servers::Colocated, 32), Scheme::Sfb);
+        assert_eq!(scheme(&fc(21841, 4096), 32, Servers::Colocated, 32), Scheme::Sfb);
+        assert_eq!(scheme(&fc(1000, 1024), 16, Servers::Colocated, 128), Scheme::Ps);
+    }
+
+    #[test]
+    fn the_choice_turns_where_the_formula_does() {
+        // 2K(P-1)(M+N) against 4MN(P-1)/P: with M = N and P = 4 they are equal at K = M/4.
+        let layer = fc(1024, 1024);
+        assert_eq!(scheme(&layer, 4, Servers::Colocated, 256), Scheme::Sfb);
+        assert_eq!(scheme(&layer, 4, Servers::Colocated, 257), Scheme::Ps);
+        // One dedicated server for 4 workers moves 8MN, so factors pay longer: up to K = 2M/3.
+        assert_eq!(scheme(&layer, 4, Servers::Dedicated(1), 682), Scheme::Sfb);
+        assert_eq!(scheme(&layer, 4, Servers::Dedicated(1), 683), Scheme::Ps);
+    }
+
+    #[test]
+    fn what_has_no_factors_goes_by_parameter_server_and_says_why() {
+        let cluster = Cluster::new(4, Servers::Colocated, 1).unwrap();
+        let conv = Layer { kind: LayerKind::Conv, ..Layer::new("conv", 800) };
+        let choice = choose(&conv, &cluster, Some(32), Policy::Sfb);
+        assert_eq!((choice.scheme, &*choice.reason), (Scheme::Ps, "its gradient has no factors"));
+        let choice = choose(&fc(4096, 4096), &cluster, None, Policy::Auto);
+        assert_eq!(choice.scheme, Scheme::Ps);
+        assert!(choice.reason.contains("batch size is not known"));
+        let choice = choose(&fc(10, 10), &cluster, Some(1000), Policy::Auto);
+        assert!(choice.reason.starts_with("factors 120.0K > matrices 300"), "{}", choice.reason);
+    }
+
+    #[test]
+    fn policies_round_trip_through_text() {
+        for policy in [Policy::Auto, Policy::Ps, Policy::Sfb] {
+            assert_eq!(policy.to_string().parse(), Ok(policy));
+        }
+        assert!("both".parse::<Policy>().unwrap_err().contains("'both'"));
+    }
+}
