@@ -87,7 +87,7 @@ impl Facts {
         command.env("LOCAL_RANK", rank.to_string());
         command.env_remove("POSEIDON_SERVER");
         let label = rank.to_string();
-        Process { name: format!("worker {rank}"), label, command, role: Role::Worker }
+        Process { name: format!("worker {rank}"), label, command, role: Role::Worker, draws: false }
     }
 
     fn server(&self, index: u16) -> Process {
@@ -98,7 +98,7 @@ impl Facts {
         command.env_remove("RANK");
         command.env_remove("LOCAL_RANK");
         let name = format!("server {index}");
-        Process { label: name.clone(), name, command, role: Role::Server }
+        Process { label: name.clone(), name, command, role: Role::Server, draws: false }
     }
 
     fn describe(&self, command: &mut Command) {

@@ -4,12 +4,14 @@
 //! [`Command`] and a line in [`Command::run`].
 
 mod bench;
+mod data;
 mod job;
 mod launch;
 mod orphan;
 mod query;
 mod serve;
 mod supervise;
+mod train;
 
 use anyhow::Context;
 use clap::{Parser, Subcommand};
@@ -27,6 +29,8 @@ struct Cli {
 
 #[derive(Subcommand)]
 enum Command {
+    Train(train::Args),
+    Data(data::Args),
     Launch(launch::Args),
     Serve(serve::Args),
     Query(query::Args),
@@ -36,6 +40,8 @@ enum Command {
 impl Command {
     fn run(self) -> anyhow::Result<ExitCode> {
         match self {
+            Self::Train(args) => train::run(args),
+            Self::Data(args) => data::run(args),
             Self::Launch(args) => launch::run(args),
             Self::Serve(args) => serve::run(args),
             Self::Query(args) => query::run(args),
@@ -84,6 +90,9 @@ fn wants_colour(stream: &impl IsTerminal) -> bool {
 
 const EXAMPLES: &str = "\
 Examples:
+  Train a small net on this machine, with nothing else installed:
+    poseidon train
+
   Train with four workers on this machine, each also a server:
     poseidon launch -n 4 -- python train.py --epochs 10
 

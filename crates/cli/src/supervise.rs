@@ -36,6 +36,8 @@ pub(crate) struct Process {
     pub(crate) command: Command,
     /// Whether the run lasts as long as it does.
     pub(crate) role: Role,
+    /// Whether it writes to our stdout and stderr itself: for one that draws on the terminal.
+    pub(crate) draws: bool,
 }
 
 /// Whether a run lasts as long as a process does.
@@ -226,7 +228,7 @@ mod tests {
     fn worker(script: &str) -> Process {
         let mut command = Command::new("sh");
         command.args(["-c", script]);
-        Process { name: "worker".into(), label: "0".into(), command, role: Role::Worker }
+        Process { name: "worker".into(), label: "0".into(), command, role: Role::Worker, draws: false }
     }
 
     #[test]

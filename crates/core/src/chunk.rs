@@ -15,12 +15,13 @@ pub struct ChunkKey {
 
 /// How large chunks are, in bytes.
 ///
-/// A large layer is cut into equal chunks of at most `max` bytes, as many for every shard. A layer
-/// too small for that is cut into as many as there are shards, but not below `min`: a frame costs a
-/// few microseconds however short it is.
+/// A layer that has `min` bytes for every shard is cut into equal chunks of at most `max` bytes, as
+/// many for every shard. Smaller layers are laid end to end and cut where one shard's share of them
+/// ends and the next one's begins; a share is not below `min`, because a frame costs a few
+/// microseconds however short it is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ChunkSize {
-    /// Smallest chunk worth a frame of its own.
+    /// Smallest share of a layer that is worth a frame to every shard.
     pub min: usize,
     /// Largest chunk.
     pub max: usize,
@@ -39,48 +40,67 @@ impl Default for ChunkSize {
     }
 }
 
-/// How one layer is cut. All chunks have the same length, but the last may be shorter.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+/// How one layer is cut.
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Chunks {
-    layer_len: usize,
-    chunk_len: usize,
+    /// Where chunks begin, in order.
+    starts: Vec<usize>,
+    len: usize,
 }
 
 /// Chunks start at multiples of this many elements (64 bytes: a cache line, an AVX-512 register).
 const ALIGN: usize = 16;
 
 impl Chunks {
-    /// Cuts a layer of `layer_len` elements for `shards` shards.
-    pub fn even(layer_len: usize, size: ChunkSize, shards: usize) -> Self {
-        let elements = |bytes: usize| (bytes / size_of::<f32>()).max(1);
-        let at_most_max = layer_len.div_ceil(elements(size.max));
-        let at_least_min = layer_len.div_ceil(elements(size.min)).min(shards);
-        let mut count = at_most_max.max(at_least_min).max(1);
-        if count > shards {
-            count = count.next_multiple_of(shards);
+    /// Cuts a layer of `len` elements into equal chunks, as many for each of `shards` shards. `None`
+    /// if it is too small for that.
+    pub fn even(len: usize, size: ChunkSize, shards: usize) -> Option<Self> {
+        if len < shards * elements(size.min) {
+            return None;
         }
-        let exact = layer_len.div_ceil(count).max(1);
+        let count = len.div_ceil(elements(size.max)).next_multiple_of(shards);
+        let exact = len.div_ceil(count);
         // Rounding up to the alignment must not push a chunk over the maximum the user asked for.
         let aligned = exact.next_multiple_of(ALIGN);
-        let chunk_len = if aligned <= elements(size.max) { aligned } else { exact };
-        Self { layer_len, chunk_len }
+        let step = if aligned <= elements(size.max) { aligned } else { exact };
+        Some(Self { starts: (0..len).step_by(step.max(1)).collect(), len })
     }
 
     /// One chunk for the whole layer: per-tensor sharding, the comparator of Poseidon 2017 §5.3.
-    pub fn whole(layer_len: usize) -> Self {
-        Self { layer_len, chunk_len: layer_len.max(1) }
+    pub fn whole(len: usize) -> Self {
+        Self::cut(len, usize::MAX, std::iter::empty())
+    }
+
+    /// Cuts a layer of `len` elements at `cuts`, which rise, and wherever a chunk would be longer
+    /// than `longest`.
+    pub fn cut(len: usize, longest: usize, cuts: impl IntoIterator<Item = usize>) -> Self {
+        let mut starts: Vec<usize> = Vec::new();
+        let ends = cuts.into_iter().filter(|&cut| cut > 0 && cut < len).chain([len]);
+        let mut from = 0;
+        for end in ends.filter(|_| len > 0) {
+            let pieces = (end - from).div_ceil(longest.max(1));
+            starts.extend((0..pieces).map(|i| from + (end - from) * i / pieces));
+            from = end;
+        }
+        Self { starts, len }
     }
 
     /// Number of chunks. A layer without parameters has none.
     pub fn count(&self) -> usize {
-        self.layer_len.div_ceil(self.chunk_len)
+        self.starts.len()
     }
 
     /// The elements of the layer that chunk `index` covers. `None` if there is no such chunk.
     pub fn range(&self, index: u32) -> Option<Range<usize>> {
-        let start = (index as usize).checked_mul(self.chunk_len)?;
-        (start < self.layer_len).then(|| start..(start + self.chunk_len).min(self.layer_len))
+        let start = *self.starts.get(index as usize)?;
+        let end = self.starts.get(index as usize + 1).copied().unwrap_or(self.len);
+        Some(start..end)
     }
+}
+
+/// How many `f32`s fit into `bytes`, but one at least.
+pub(crate) fn elements(bytes: usize) -> usize {
+    (bytes / size_of::<f32>()).max(1)
 }
 
 #[cfg(test)]
@@ -88,38 +108,57 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
+    fn check(chunks: &Chunks, len: usize, longest: usize) -> Result<(), TestCaseError> {
+        let mut next = 0;
+        for index in 0..chunks.count() as u32 {
+            let range = chunks.range(index).unwrap();
+            prop_assert_eq!(range.start, next);
+            prop_assert!(!range.is_empty());
+            prop_assert!(range.len() <= longest);
+            next = range.end;
+        }
+        prop_assert_eq!(next, len);
+        prop_assert_eq!(chunks.range(chunks.count() as u32), None);
+        Ok(())
+    }
+
     proptest! {
         #[test]
-        fn chunks_tile_the_layer(
+        fn even_chunks_tile_the_layer(
             len in 0usize..3_000_000, min in 4usize..100_000, extra in 0usize..1_000_000,
             shards in 1usize..65,
         ) {
             let size = ChunkSize { min, max: min + extra };
-            let chunks = Chunks::even(len, size, shards);
-            let mut next = 0;
-            for index in 0..chunks.count() as u32 {
-                let range = chunks.range(index).unwrap();
-                prop_assert_eq!(range.start, next);
-                prop_assert!(!range.is_empty());
-                prop_assert!(range.len() * 4 <= size.max.max(4));
-                next = range.end;
+            if let Some(chunks) = Chunks::even(len, size, shards) {
+                check(&chunks, len, elements(size.max))?;
             }
-            prop_assert_eq!(next, len);
-            prop_assert_eq!(chunks.range(chunks.count() as u32), None);
+        }
+
+        #[test]
+        fn cut_chunks_tile_the_layer(
+            len in 0usize..10_000, longest in 1usize..5000,
+            mut cuts in proptest::collection::vec(0usize..12_000, 0..6),
+        ) {
+            cuts.sort_unstable();
+            cuts.dedup();
+            let chunks = Chunks::cut(len, longest, cuts.clone());
+            check(&chunks, len, longest)?;
+            for cut in cuts.into_iter().filter(|&cut| cut < len) {
+                prop_assert!((0..chunks.count() as u32).any(|i| chunks.range(i).unwrap().start == cut));
+            }
         }
     }
 
     #[test]
     fn a_large_layer_gives_every_shard_as_many_chunks() {
-        let chunks = Chunks::even(25_000_000, ChunkSize::default(), 8);
+        let chunks = Chunks::even(25_000_000, ChunkSize::default(), 8).unwrap();
         assert_eq!(chunks.count() % 8, 0);
     }
 
     #[test]
-    fn a_small_layer_is_not_cut_finer_than_a_frame_is_worth() {
-        let chunks = Chunks::even(16 << 10, ChunkSize::default(), 8);
-        assert_eq!(chunks.count(), 2);
-        assert_eq!(Chunks::even(0, ChunkSize::default(), 8).count(), 0);
-        assert_eq!(Chunks::even(1, ChunkSize::default(), 8).count(), 1);
+    fn a_small_layer_is_not_cut_evenly() {
+        assert_eq!(Chunks::even(16 << 10, ChunkSize::default(), 8), None);
+        assert_eq!(Chunks::whole(0).count(), 0);
+        assert_eq!(Chunks::whole(1).count(), 1);
     }
 }

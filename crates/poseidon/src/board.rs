@@ -1,6 +1,7 @@
 //! Where lanes tell the training program what is done, and what went wrong.
 
 use crate::Error;
+use crate::outbox::Frame;
 use poseidon_core::LayerId;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Condvar, Mutex, OnceLock, PoisonError};
@@ -29,6 +30,21 @@ pub(crate) struct Counters {
     pub(crate) bytes_received: AtomicU64,
     pub(crate) frames_sent: AtomicU64,
     pub(crate) frames_received: AtomicU64,
+    /// Bytes sent, by layer: frames that are about one, headers included.
+    pub(crate) layers: Box<[AtomicU64]>,
+}
+
+impl Counters {
+    pub(crate) fn new(layers: usize) -> Self {
+        Self { layers: (0..layers).map(|_| AtomicU64::new(0)).collect(), ..Self::default() }
+    }
+
+    /// A link has taken the whole of `frame`.
+    pub(crate) fn count_sent(&self, frame: &Frame) {
+        if let Some(sent) = frame.layer.and_then(|layer| self.layers.get(layer.index())) {
+            sent.fetch_add(frame.len() as u64, Ordering::Relaxed);
+        }
+    }
 }
 
 impl Board {

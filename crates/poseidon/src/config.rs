@@ -126,6 +126,14 @@ impl Config {
         Ok(config)
     }
 
+    /// Whether a launcher has started this process as one of several.
+    pub fn is_launched() -> bool {
+        let set = |name| std::env::var_os(name).is_some();
+        set("WORLD_SIZE")
+            || set("OMPI_COMM_WORLD_RANK")
+            || (set("SLURM_PROCID") && set("SLURM_STEP_ID"))
+    }
+
     /// The only worker of its own job, on this machine.
     pub fn alone(secret: Secret) -> Self {
         Self {

@@ -1,18 +1,21 @@
-//! The coordinator: nodes join, it writes the information book, anybody may ask it.
+//! The coordinator: nodes join, it writes the information book, anybody may ask it, and workers
+//! gather small facts through it.
 //!
 //! It lives in worker 0's process, or in the launcher's; either way it is a listener and one short
 //! thread per control connection. No gradient ever passes through it.
 
 use crate::Error;
-use crate::book::{Book, Job, NodeFacts, lookup};
-use poseidon_core::wire::{Header, HeaderError, Kind, MAX_CONTROL, NOBODY, Purpose, Status};
-use poseidon_core::{Cluster, LaneId, NodeId, Servers};
+use crate::book::{Book, lookup};
+use crate::control::{Answer, Join, Message, answer, frame, receive};
+use crate::gather::{Post, Rounds};
+use poseidon_core::wire::{NOBODY, Purpose, Status};
+use poseidon_core::{Cluster, LaneId, NodeId};
 use poseidon_link::{Address, Caller, Credentials, Listener, Serving, Stream, connect};
-use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
-use std::io::{self, Read, Write};
+use std::io::{self, Write};
 use std::net::{IpAddr, SocketAddr};
+use std::sync::mpsc::RecvTimeoutError;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -46,35 +49,17 @@ pub enum RendezvousError {
     },
 }
 
-/// A message on a control connection (`docs/wire.md` §3).
-#[derive(Debug, Serialize, Deserialize)]
-#[serde(tag = "type", rename_all = "lowercase")]
-pub(crate) enum Message {
-    Join(Box<Join>),
-    Book(Box<Book>),
-    Refused { reason: String },
-    Query { key: String },
-    Answer { value: Option<Value> },
-}
-
-/// What a node says when it joins.
-#[derive(Clone, Debug, Serialize, Deserialize)]
-pub(crate) struct Join {
-    pub(crate) facts: NodeFacts,
-    pub(crate) workers: u16,
-    pub(crate) servers: Servers,
-    pub(crate) lanes: u16,
-    /// Workers only: a dedicated server takes what it gets.
-    pub(crate) job: Option<Job>,
-}
-
 /// Who has joined so far. Control threads write it, each for its own node, and wait on `changed`.
 #[derive(Debug, Default)]
 struct Gathering {
     joined: BTreeMap<NodeId, (Join, String)>,
     outcome: Option<Result<Arc<Book>, String>>,
-    /// Control connections being answered.
+    /// Topics that workers of the job are gathering.
+    rounds: Rounds,
+    /// Control connections that are open.
     conversations: usize,
+    /// Those of them that have said what they want and have not been answered.
+    owed: usize,
 }
 
 #[derive(Debug)]
@@ -107,7 +92,7 @@ impl Coordinator {
             // Its own thread: a node may wait here for a minute until the last one joins.
             let spawned = std::thread::Builder::new()
                 .name("poseidon-control".into())
-                .spawn(move || converse(&conversation.0, stream));
+                .spawn(move || converse(conversation, stream));
             if let Err(error) = spawned {
                 tracing::warn!(%error, "no thread for a control connection");
             }
@@ -129,10 +114,12 @@ impl Drop for Coordinator {
     fn drop(&mut self) {
         let mut gathering = self.shared.lock();
         gathering.outcome.get_or_insert_with(|| Err("the coordinator has stopped".into()));
+        gathering.rounds.stop();
         self.shared.changed.notify_all();
-        let deadline = Instant::now() + LAST_ANSWERS;
+        let now = Instant::now();
         while gathering.conversations > 0 {
-            let left = deadline.saturating_duration_since(Instant::now());
+            let patience = if gathering.owed > 0 { PATIENCE_FOR_WORDS } else { LAST_WORDS };
+            let left = (now + patience).saturating_duration_since(Instant::now());
             if left.is_zero() {
                 break;
             }
@@ -143,19 +130,31 @@ impl Drop for Coordinator {
 }
 
 /// Counted from its beginning to its end, however it ends.
-struct Conversation(Arc<Shared>);
+struct Conversation {
+    shared: Arc<Shared>,
+    /// Whether it is among those an answer is owed to.
+    heard: bool,
+}
 
 impl Conversation {
     fn begin(shared: Arc<Shared>) -> Self {
         shared.lock().conversations += 1;
-        Self(shared)
+        Self { shared, heard: false }
+    }
+
+    fn hear(&mut self) {
+        self.heard = true;
+        self.shared.lock().owed += 1;
     }
 }
 
 impl Drop for Conversation {
     fn drop(&mut self) {
-        self.0.lock().conversations -= 1;
-        self.0.changed.notify_all();
+        let mut gathering = self.shared.lock();
+        gathering.conversations -= 1;
+        gathering.owed -= usize::from(self.heard);
+        drop(gathering);
+        self.shared.changed.notify_all();
     }
 }
 
@@ -199,7 +198,8 @@ fn converse_once(
     address: &str,
 ) -> Result<Message, RendezvousError> {
     let address = address.to_string();
-    match send(stream, me, message).and_then(|()| receive(stream)) {
+    let frame = frame(me, message);
+    match frame.and_then(|frame| stream.write_all(&frame)).and_then(|()| receive(stream)) {
         Ok(Message::Refused { reason }) => Err(RendezvousError::Refused { address, reason }),
         Ok(answer) => Ok(answer),
         Err(e) => Err(RendezvousError::Broken { address, why: e.to_string() }),
@@ -209,30 +209,40 @@ fn converse_once(
 fn unexpected(address: &str, expected: &str, got: &Message) -> RendezvousError {
     RendezvousError::Broken {
         address: address.into(),
-        why: format!("expected {expected}, got {got:?}"),
+        why: format!("expected {expected}, got {}", got.name()),
     }
 }
 
-/// How long a caller may take to say what it wants.
+/// How long a caller may take to say what it wants, and to take its answer.
 const PATIENCE_FOR_WORDS: Duration = Duration::from_secs(10);
-/// How long a coordinator that stops goes on answering: a round trip, and time to spare.
-const LAST_ANSWERS: Duration = Duration::from_secs(1);
+/// How long a coordinator that stops waits for what a caller is saying: a round trip, and time to
+/// spare.
+const LAST_WORDS: Duration = Duration::from_secs(1);
 
-fn converse(shared: &Shared, mut stream: Stream) {
+fn converse(mut conversation: Conversation, mut stream: Stream) {
     stream.set_deadline(Some(Instant::now() + PATIENCE_FOR_WORDS));
     let peer = stream.peer().to_string();
-    let answer = match receive(&mut stream) {
-        Ok(Message::Join(join)) => shared.join(*join, peer.clone()),
-        Ok(Message::Query { key }) => Message::Answer { value: lookup(shared.tell(), &key) },
-        Ok(other) => Message::Refused { reason: format!("expected join or query, got {other:?}") },
+    let message = match receive(&mut stream) {
+        Ok(message) => message,
         Err(error) => {
             tracing::warn!(%peer, %error, "a control connection said nothing sensible");
             return;
         }
     };
+    conversation.hear();
+    let shared = &conversation.shared;
+    let answer = match message {
+        Message::Join(join) => answer(&shared.join(*join, peer.clone())),
+        Message::Query { key } => answer(&Message::Answer { value: lookup(shared.tell(), &key) }),
+        Message::Gather(post) => shared.gather(post),
+        other => {
+            let reason = format!("expected join, query or gather, got {}", other.name());
+            answer(&Message::Refused { reason })
+        }
+    };
     stream.set_deadline(Some(Instant::now() + PATIENCE_FOR_WORDS));
-    if let Err(error) = send(&mut stream, NOBODY, &answer) {
-        tracing::warn!(%peer, %error, "a control connection did not take its answer");
+    if let Err(error) = answer.and_then(|answer| stream.write_all(&answer)) {
+        tracing::warn!(%peer, %error, "a control connection got no answer");
     }
 }
 
@@ -266,6 +276,34 @@ impl Shared {
             Some(Ok(book)) => Message::Book(Box::new(Book::clone(book))),
             Some(Err(reason)) => Message::Refused { reason: reason.clone() },
             None => Message::Refused { reason: "the coordinator has no outcome".into() },
+        }
+    }
+
+    /// Takes a worker's value of a topic and waits until all have posted theirs, or one has waited
+    /// long enough. No answer if the coordinator stops: the lanes know why better.
+    fn gather(&self, post: Post) -> io::Result<Answer> {
+        let refuse = |reason| answer(&Message::Refused { reason });
+        let (topic, patience) = (post.topic.clone(), Duration::from_millis(post.patience_ms));
+        let mut gathering = self.lock();
+        let Some(Ok(book)) = gathering.outcome.clone() else {
+            return refuse("the job has not started".into());
+        };
+        let told = match gathering.rounds.post(&book.cluster, post) {
+            Ok(told) => told,
+            Err(reason) => return refuse(reason),
+        };
+        drop(gathering);
+        match told.recv_timeout(patience) {
+            Err(RecvTimeoutError::Timeout) => {
+                let mut gathering = self.lock();
+                // If it was answered just now, an open round of this topic is the next one.
+                let told_late = told.try_recv().or_else(|_| {
+                    gathering.rounds.expire(&book.cluster, &topic);
+                    told.try_recv()
+                });
+                told_late.map_err(|_| stopped())
+            }
+            in_time => in_time.map_err(|_| stopped()),
         }
     }
 
@@ -357,34 +395,6 @@ impl Gathering {
     }
 }
 
-fn send(stream: &mut Stream, sender: NodeId, message: &Message) -> io::Result<()> {
-    let body = serde_json::to_vec(message)?;
-    if body.len() > MAX_CONTROL {
-        let (got, most) = (body.len(), MAX_CONTROL);
-        return Err(io::Error::other(format!("a control message of {got} bytes, at most {most}")));
-    }
-    let mut bytes = Header::bare(Kind::Control, sender, body.len() as u32).encode().to_vec();
-    bytes.extend_from_slice(&body);
-    stream.write_all(&bytes)
-}
-
-fn receive(stream: &mut Stream) -> io::Result<Message> {
-    let invalid = |why: String| io::Error::new(io::ErrorKind::InvalidData, why);
-    let mut head = [0; Header::SIZE];
-    stream.read_exact(&mut head)?;
-    let header = Header::decode(&head).map_err(|e: HeaderError| invalid(e.to_string()))?;
-    let length = header.length as usize;
-    if header.kind != Kind::Control || length > MAX_CONTROL {
-        return Err(invalid(format!("expected a control message, got {header:?}")));
-    }
-    // Grows as bytes really come: an announced length alone reserves nothing.
-    let mut body = Vec::new();
-    stream.take(length as u64).read_to_end(&mut body)?;
-    if body.len() < length {
-        return Err(invalid(format!(
-            "a control message of {length} bytes ended after {}",
-            body.len()
-        )));
-    }
-    serde_json::from_slice(&body).map_err(|e| invalid(format!("not a control message: {e}")))
+fn stopped() -> io::Error {
+    io::Error::other("the coordinator has stopped")
 }

@@ -1,5 +1,6 @@
 //! What can go wrong, said so that a person knows which node to look at.
 
+use crate::GatherError;
 use crate::coordinator::RendezvousError;
 use poseidon_core::cluster::ClusterError;
 use poseidon_core::optim::OptimizerError;
@@ -148,6 +149,14 @@ pub enum Error {
         missing: Vec<String>,
         /// Since the first contribution.
         waited: Duration,
+    },
+    /// The workers' values of a topic did not come together.
+    #[error("gathering '{topic}': {why}")]
+    Gather {
+        /// What was to be gathered.
+        topic: String,
+        /// What happened.
+        why: GatherError,
     },
     /// A node is gone.
     #[error("lost {node}: {how}{}", .awaited.as_ref().map(|a| format!("; awaited from it: {a}")).unwrap_or_default())]

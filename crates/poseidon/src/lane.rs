@@ -170,6 +170,8 @@ impl Lane {
                 let _ = reply.try_send(words.collect());
             }
             Command::Finish => self.finish(),
+            // The first reason is the one that counts.
+            Command::Abort(_) if self.dying.is_some() => {}
             Command::Abort(reason) => {
                 let node = self.cluster.name(self.me);
                 self.die_saying(Error::Aborted { node, reason: reason.clone() }, reason, now);

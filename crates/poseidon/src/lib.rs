@@ -24,7 +24,8 @@
 //!
 //! * [`session`]: what a training program holds. [`serve`]: what a dedicated server runs.
 //! * [`config`]: who am I, where is everybody: the only reader of the environment.
-//! * [`coordinator`]: rendezvous and the information book.
+//! * [`coordinator`]: rendezvous and the information book. `gather`: small facts of all workers.
+//!   `control`: what is said on the connections for both.
 //! * [`buffer`]: memory lent to the lanes while a layer is in flight. `factors`: where factors meet;
 //!   `rebuild`: what becomes of them.
 //! * `node`, `lane`: one process and its threads. `holdings`: what a lane holds; `peer`, `outbox`: its
@@ -37,9 +38,11 @@ pub mod session;
 
 mod board;
 mod book;
+mod control;
 mod error;
 mod exchange;
 mod factors;
+mod gather;
 mod holdings;
 mod lane;
 mod node;
@@ -54,6 +57,7 @@ pub use config::Config;
 pub use coordinator::Coordinator;
 pub use error::Error;
 pub use factors::Factors;
+pub use gather::GatherError;
 pub use node::Traffic;
 pub use poseidon_core::plan::Placement;
 pub use poseidon_core::store::Order;

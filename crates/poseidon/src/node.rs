@@ -4,7 +4,8 @@ use crate::Error;
 use crate::board::{Board, Counters};
 use crate::book::{Book, Job, NodeFacts};
 use crate::config::{Carriers, Config};
-use crate::coordinator::{self, Coordinator, Join};
+use crate::control::Join;
+use crate::coordinator::{self, Coordinator};
 use crate::exchange::Exchange;
 use crate::factors::Meeting;
 use crate::holdings::Holdings;
@@ -27,6 +28,8 @@ pub(crate) struct Node {
     pub(crate) me: NodeId,
     pub(crate) book: Arc<Book>,
     pub(crate) board: Arc<Board>,
+    /// Where the coordinator is, and what opens its door.
+    pub(crate) coordinator: (Address, Credentials),
     counters: Arc<Counters>,
     pub(crate) plan: Plan,
     /// By layer, for those that go by factors: where they meet. Empty on a server.
@@ -107,13 +110,14 @@ impl Node {
         connected.store(book.cluster.lanes(), Ordering::Relaxed);
         let layers: Arc<[Layer]> = book.job.layers.clone().into();
         let board = Arc::new(Board::new(layers.len()));
-        let counters = Arc::new(Counters::default());
+        let counters = Arc::new(Counters::new(layers.len()));
         let meetings = meetings(&book.cluster, &plan, config.node());
         let epoch = Instant::now();
         let mut node = Self {
             me: config.node(),
             book: book.clone(),
             board: board.clone(),
+            coordinator: (to, credentials),
             counters: counters.clone(),
             lanes: Vec::new(),
             lanes_of: lanes_of(&plan),
@@ -178,6 +182,11 @@ impl Node {
             }
         }
         self.board.failure().map_or(Ok(()), Err)
+    }
+
+    /// Bytes sent for `layer`.
+    pub(crate) fn sent(&self, layer: LayerId) -> u64 {
+        self.counters.layers.get(layer.index()).map_or(0, |sent| sent.load(Ordering::Relaxed))
     }
 
     pub(crate) fn traffic(&self) -> Traffic {

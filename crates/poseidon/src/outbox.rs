@@ -2,6 +2,7 @@
 
 use crate::exchange::Lent;
 use crate::factors::Rows;
+use poseidon_core::LayerId;
 use poseidon_core::wire::{Header, Kind};
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, VecDeque};
@@ -23,7 +24,9 @@ pub(crate) struct Outbox {
 #[derive(Debug)]
 pub(crate) struct Frame {
     header: [u8; Header::SIZE],
-    payload: Payload,
+    /// The layer it is about, if it is about one.
+    pub(crate) layer: Option<LayerId>,
+    pub(crate) payload: Payload,
 }
 
 /// Bytes are borrowed from where they are; a frame only keeps them alive.
@@ -52,7 +55,10 @@ impl Outbox {
         let layer = if header.kind == Kind::Bye { u64::MAX } else { header.chunk.layer.0.into() };
         self.arrived += 1;
         let order = Reverse((layer, self.arrived));
-        self.waiting.push(Waiting { order, frame: Frame { header: header.encode(), payload } });
+        let layer = matches!(header.kind, Kind::Push | Kind::Update | Kind::Init | Kind::Factors)
+            .then_some(header.chunk.layer);
+        let frame = Frame { header: header.encode(), layer, payload };
+        self.waiting.push(Waiting { order, frame });
     }
 
     pub(crate) fn is_empty(&self) -> bool {
@@ -77,7 +83,7 @@ impl Outbox {
     pub(crate) fn write(
         &mut self,
         write: impl FnOnce(&[IoSlice<'_>]) -> io::Result<usize>,
-        mut sent: impl FnMut(Payload),
+        mut sent: impl FnMut(Frame),
     ) -> io::Result<(usize, bool)> {
         if self.batch.is_empty() {
             let mut bytes = 0;
@@ -109,7 +115,7 @@ impl Outbox {
         {
             self.written -= first.len();
             if let Some(frame) = self.batch.pop_front() {
-                sent(frame.payload);
+                sent(frame);
             }
         }
         Ok((taken, taken == offered))
@@ -117,7 +123,8 @@ impl Outbox {
 }
 
 impl Frame {
-    fn len(&self) -> usize {
+    /// Bytes on the wire.
+    pub(crate) fn len(&self) -> usize {
         self.header.len() + self.payload.bytes().len()
     }
 }

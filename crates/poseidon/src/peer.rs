@@ -155,9 +155,10 @@ impl Peer {
         let mut frames = 0;
         let wrote = self.outbox.write(
             |slices| link.write(slices),
-            |payload| {
+            |frame| {
                 frames += 1;
-                holdings.sent(payload);
+                counters.count_sent(&frame);
+                holdings.sent(frame.payload);
             },
         );
         match wrote {

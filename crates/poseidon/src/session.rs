@@ -23,8 +23,8 @@ use std::time::{Duration, Instant};
 /// that is dropped without [`finish`](Session::finish) takes the job down, so that nobody waits for
 /// a worker that is gone.
 pub struct Session {
-    node: Node,
-    timeout: Duration,
+    pub(crate) node: Node,
+    pub(crate) timeout: Duration,
     /// The learning rate's bits. Written by the training program between steps.
     rate: AtomicU32,
     layers: Vec<Mutex<LayerState>>,
@@ -142,6 +142,11 @@ impl Session {
     /// What this node has sent and received so far.
     pub fn traffic(&self) -> Traffic {
         self.node.traffic()
+    }
+
+    /// Bytes this node has sent for `layer` so far, headers included.
+    pub fn sent(&self, layer: LayerId) -> u64 {
+        self.node.sent(layer)
     }
 
     /// Changes the learning rate of the steps sent from now on. Every worker must do so alike.
@@ -283,6 +288,14 @@ impl Session {
         self.finished = true;
         self.node.command_all(|| Command::Finish);
         self.node.join()
+    }
+
+    /// Takes the job down and tells everybody why.
+    pub fn abort(mut self, reason: &str) {
+        self.finished = true;
+        self.node.command_all(|| Command::Abort(reason.to_owned()));
+        // The reason is for the others; this program has it.
+        let _ = self.node.join();
     }
 
     fn push(&self, layer: LayerId, gradient: Buffer, into: Option<Buffer>) -> Result<(), Error> {

@@ -73,8 +73,9 @@ impl Run {
         options: Options,
         events: &Sender<Event>,
     ) -> Result<(), SuperviseError> {
-        let Process { name, label, mut command, role } = process;
-        command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
+        let Process { name, label, mut command, role, draws } = process;
+        let output = || if draws { Stdio::inherit() } else { Stdio::piped() };
+        command.stdin(Stdio::null()).stdout(output()).stderr(output());
         command.process_group(0);
         orphan::end_with_launcher(&mut command);
         let mut process = command.spawn().map_err(|reason| SuperviseError::Start {

@@ -242,6 +242,19 @@ impl Optimizer {
         }
     }
 
+    /// The same rule with another way to combine contributions.
+    #[must_use]
+    pub fn with_reduction(mut self, with: Reduction) -> Self {
+        match &mut self {
+            Self::Reduce(reduction)
+            | Self::Sgd { reduction, .. }
+            | Self::CaffeSgd { reduction, .. }
+            | Self::Adam { reduction, .. }
+            | Self::AdamW { reduction, .. } => *reduction = with,
+        }
+        self
+    }
+
     /// Applies one step to one chunk.
     ///
     /// # Panics

@@ -230,7 +230,7 @@ impl World {
         let order = if self.setup.deterministic { Order::Rank } else { Order::Arrival };
         let role = self.cluster.role(me).unwrap();
         let board = Arc::new(Board::new(layers.len()));
-        let counters = Arc::new(Counters::default());
+        let counters = Arc::new(Counters::new(layers.len()));
         let meetings = vec![None; layers.len()];
         let lane = |(lane, links): (LaneId, Links)| {
             let shard = Shard { node: me, lane };

@@ -1,0 +1,130 @@
+//! `poseidon train`: the main job. Trains a net with the built-in engine, on this machine or on many.
+
+mod report;
+mod screen;
+mod settings;
+mod worker;
+
+use crate::job::{Job, Size};
+use crate::supervise::{self, Options};
+use anyhow::{Context, bail};
+use poseidon::Config;
+use settings::{Flags, Settings};
+use std::io::{self, Write};
+use std::process::{Command, ExitCode};
+
+/// Train a net: data-parallel, with wait-free backpropagation and hybrid communication.
+///
+/// Without arguments, four workers on this machine train a small convolutional net on a bundled data
+/// set, which takes well under two minutes. Every worker is a process of its own and also serves
+/// its share of the parameters.
+///
+/// A layer is sent the moment its backward pass ends, and awaited only when its next forward needs
+/// it. Fully connected layers whose factors are smaller than their gradients go from worker to worker
+/// as factors; everything else goes through the sharded parameter server. The plan that is printed
+/// first says which layer goes how, and why.
+///
+/// Started by torchrun, mpirun, srun or 'poseidon launch', or with --rank, --world and --coordinator,
+/// it is one worker of a larger job.
+#[derive(clap::Args, Clone, Debug)]
+#[command(after_help = EXAMPLES)]
+pub(crate) struct Args {
+    #[command(flatten)]
+    flags: Flags,
+
+    /// Print the effective configuration as TOML and stop.
+    #[arg(long)]
+    print_config: bool,
+
+    /// Print report.json on standard output when done, and nothing else there.
+    #[arg(long)]
+    json: bool,
+
+    /// This process's rank, in a job whose processes you start one by one.
+    #[arg(long, value_name = "R", requires_all = ["world", "coordinator"])]
+    rank: Option<u16>,
+
+    /// Number of workers in that job.
+    #[arg(long, value_name = "N", requires = "rank")]
+    world: Option<u16>,
+
+    /// Where the workers of that job meet: an address of worker 0, which listens there.
+    #[arg(long, value_name = "HOST:PORT", requires = "rank")]
+    coordinator: Option<String>,
+}
+
+/// Trains, or starts the workers that do.
+pub(crate) fn run(args: Args) -> anyhow::Result<ExitCode> {
+    let settings = Settings::from_flags(&args.flags)?;
+    if args.print_config {
+        io::stdout().write_all(settings.to_toml()?.as_bytes())?;
+        return Ok(ExitCode::SUCCESS);
+    }
+    if settings.bare {
+        worker::run_alone(&settings, args.json)?;
+        return Ok(ExitCode::SUCCESS);
+    }
+    if args.rank.is_none() && !Config::is_launched() {
+        // Better to find out before there are several processes to say so.
+        settings.check()?;
+        return start_workers(&settings);
+    }
+    let variable = |name: &str| match (name, args.rank) {
+        ("RANK", Some(rank)) => Some(rank.to_string()),
+        ("WORLD_SIZE", Some(_)) => args.world.map(|world| world.to_string()),
+        ("POSEIDON_COORDINATOR", Some(_)) => args.coordinator.clone(),
+        _ => std::env::var(name).ok(),
+    };
+    let mut config = Config::from_variables(&variable)?;
+    settings.apply_to(&mut config);
+    if args.flags.workers.is_some_and(|workers| workers != config.workers) {
+        let (asked, found) = (settings.workers, config.workers);
+        bail!("--workers {asked}, but this process was started as one of {found}: leave --workers out");
+    }
+    let settings = Settings { workers: config.workers, servers: config.servers, ..settings };
+    worker::run(&settings, config, args.json)?;
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Starts the workers of a job on this machine. Worker 0 draws.
+fn start_workers(settings: &Settings) -> anyhow::Result<ExitCode> {
+    let job = Job::start(Size {
+        workers: settings.workers,
+        servers: settings.servers,
+        lanes: settings.lanes,
+        address: [127, 0, 0, 1].into(),
+    })?;
+    let command = || {
+        let mut command: Command = job.own_program();
+        command.args(std::env::args_os().skip(1));
+        command.env("POSEIDON_LINK", settings.link.to_string());
+        command
+    };
+    let mut processes = job.processes(command);
+    processes.first_mut().context("a job has a worker")?.draws = true;
+    let outcome = supervise::run(processes, Options::default())?;
+    Ok(outcome.tell())
+}
+
+const EXAMPLES: &str = "\
+Examples:
+  Train on the bundled data with 8 workers, and put the report elsewhere:
+    poseidon train --workers 8 --report runs/eight
+
+  CIFAR-10, with Caffe's quick model:
+    poseidon data fetch cifar10
+    poseidon train --model cifar10-quick --data cifar10:DIR --batch 25 --lr 0.02 --epochs 20
+
+  What hybrid communication is worth: the same with a parameter server alone:
+    poseidon train --model alexnet-small --data cifar10:DIR --scheme ps
+
+  A net of your own (see the models in crates/nn/models for the form):
+    poseidon train --model my-net.toml --data images:photos?size=32x32
+
+  On two machines, one command each; both need the same secret (POSEIDON_SECRET):
+    poseidon train --rank 0 --world 2 --coordinator 10.0.0.1:29600
+    poseidon train --rank 1 --world 2 --coordinator 10.0.0.1:29600
+
+  Under a launcher:
+    mpirun -n 4 poseidon train
+    torchrun --nproc-per-node 4 --no-python poseidon train";

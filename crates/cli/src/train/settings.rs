@@ -1,0 +1,415 @@
+//! What to train and how: flags over a file over defaults.
+
+use anyhow::{Context, bail, ensure};
+use poseidon::config::Carriers;
+use poseidon::{Config, Optimizer, Policy, Servers};
+use poseidon_nn::data::{self, Samples, Source, Split};
+use poseidon_nn::train::{Overlap, Task};
+use poseidon_nn::{Model, Schedule};
+use serde::{Deserialize, Serialize};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+/// What can be said on the command line. What is not said comes from the file or the defaults.
+#[derive(clap::Args, Clone, Debug, Default)]
+pub(crate) struct Flags {
+    /// A TOML file with any of these settings; flags win over it. See --print-config.
+    #[arg(long, value_name = "FILE")]
+    config: Option<PathBuf>,
+
+    /// Worker processes to start [default: 4].
+    #[arg(long, short = 'n', value_name = "P", value_parser = crate::launch::at_least_1, help_heading = CLUSTER)]
+    pub(super) workers: Option<u16>,
+
+    /// Where parameters live: 'colocated' on the workers [default], on M dedicated servers, or
+    /// 'colocated+M'.
+    #[arg(long, value_name = "colocated|M", help_heading = CLUSTER)]
+    servers: Option<Servers>,
+
+    /// Threads that compute in each worker; their gradients are summed before they leave it
+    /// [default: 1].
+    #[arg(long, value_name = "T", value_parser = clap::value_parser!(u16).range(1..), help_heading = CLUSTER)]
+    threads_per_worker: Option<u16>,
+
+    /// Threads that move data in each process [default: each process decides].
+    #[arg(long, value_name = "L", value_parser = crate::launch::at_least_1, help_heading = CLUSTER)]
+    lanes: Option<u16>,
+
+    /// What carries links: 'auto' is shared memory within a machine and TCP between machines.
+    #[arg(long, value_name = "auto|tcp|unix", help_heading = CLUSTER)]
+    link: Option<Carriers>,
+
+    /// fashion-cnn, cifar10-quick, alexnet-small, lenet, mlp, or a TOML file of your own
+    /// [default: fashion-cnn].
+    #[arg(long, value_name = "NAME|FILE", help_heading = TASK)]
+    model: Option<String>,
+
+    /// fashion-mnist-mini (bundled), cifar10:DIR, idx:DIR, lmdb:DIR, images:DIR, or a folder whose
+    /// format is recognised [default: fashion-mnist-mini].
+    #[arg(long, value_name = "SOURCE", help_heading = TASK)]
+    data: Option<String>,
+
+    /// Whether --data is one data set that all workers share, or this worker's own partition;
+    /// '{rank}' in --data then stands for its rank [default: shared].
+    #[arg(long, value_name = "shared|private", help_heading = TASK)]
+    partition: Option<Partition>,
+
+    /// Samples per worker and step [default: 32].
+    #[arg(long, value_name = "K", value_parser = clap::value_parser!(u32).range(1..), help_heading = TASK)]
+    batch: Option<u32>,
+
+    /// How often to go through the data [default: 10].
+    #[arg(long, value_name = "E", conflicts_with = "steps", value_parser = clap::value_parser!(u64).range(1..), help_heading = TASK)]
+    epochs: Option<u64>,
+
+    /// How many steps to take, instead of --epochs.
+    #[arg(long, value_name = "S", value_parser = clap::value_parser!(u64).range(1..), help_heading = TASK)]
+    steps: Option<u64>,
+
+    /// Learning rate [default: 0.02].
+    #[arg(long, value_name = "RATE", help_heading = TASK)]
+    lr: Option<f32>,
+
+    /// How it changes: 'fixed', 'step:size=1000,gamma=0.1', 'multistep:…', 'poly:…',
+    /// 'cosine:steps=500,warmup=20' [default: fixed].
+    #[arg(long, value_name = "SCHEDULE", help_heading = TASK)]
+    schedule: Option<Schedule>,
+
+    /// 'sgd:momentum=0.9,weight-decay=0.0005' [default], 'caffe-sgd:…', 'adam', 'adamw:…'.
+    #[arg(long, value_name = "RULE", help_heading = TASK)]
+    optimizer: Option<Optimizer>,
+
+    /// Where initial parameters, dropout and the order of samples come from [default: 1].
+    #[arg(long, value_name = "SEED", help_heading = TASK)]
+    seed: Option<u64>,
+
+    /// When to test: 'epoch', 'end' or 'never' [default: epoch].
+    #[arg(long, value_name = "WHEN", help_heading = TASK)]
+    test: Option<Test>,
+
+    /// How layers are synchronised: 'auto' takes the cheapest exact way for each, 'ps' and 'sfb' force
+    /// one [default: auto].
+    #[arg(long, value_name = "auto|ps|sfb", help_heading = SYNC)]
+    scheme: Option<Policy>,
+
+    /// What may run beside synchronisation: 'none', 'backward', or 'full', which is the next forward
+    /// too [default: full].
+    #[arg(long, value_name = "none|backward|full", help_heading = SYNC)]
+    overlap: Option<Overlap>,
+
+    /// Consistency: 'bsp' is all there is so far [default: bsp].
+    #[arg(long, value_name = "bsp", help_heading = SYNC)]
+    sync: Option<Consistency>,
+
+    /// Add contributions in rank order, so that a run repeats bit by bit.
+    #[arg(long, help_heading = SYNC)]
+    deterministic: bool,
+
+    /// Compare all replicas' parameters after every step. Slow; the report has the digests.
+    #[arg(long, help_heading = SYNC)]
+    verify_replicas: bool,
+
+    /// Where to put report.html and report.json [default: poseidon-report].
+    #[arg(long, value_name = "DIR", help_heading = TASK)]
+    report: Option<PathBuf>,
+
+    /// Train in this process without Poseidon: what its overhead is measured against.
+    #[arg(long, conflicts_with_all = ["workers", "servers", "scheme", "overlap"], help_heading = SYNC)]
+    bare: bool,
+}
+
+const CLUSTER: &str = "Cluster";
+const TASK: &str = "What to train";
+const SYNC: &str = "How to synchronise";
+
+/// The effective configuration; what `--print-config` prints and `--config` reads.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields, rename_all = "kebab-case")]
+pub(crate) struct Settings {
+    pub(super) workers: u16,
+    pub(super) servers: Servers,
+    pub(super) threads_per_worker: u16,
+    pub(super) lanes: Option<u16>,
+    #[serde(with = "text")]
+    pub(super) link: Carriers,
+    pub(super) model: String,
+    pub(super) data: String,
+    pub(super) partition: Partition,
+    pub(super) batch: u32,
+    pub(super) epochs: u64,
+    pub(super) steps: Option<u64>,
+    pub(super) lr: f32,
+    #[serde(with = "text")]
+    pub(super) schedule: Schedule,
+    #[serde(with = "text")]
+    pub(super) optimizer: Optimizer,
+    pub(super) seed: u64,
+    pub(super) test: Test,
+    pub(super) scheme: Policy,
+    pub(super) overlap: Overlap,
+    pub(super) sync: Consistency,
+    pub(super) deterministic: bool,
+    pub(super) verify_replicas: bool,
+    pub(super) report: PathBuf,
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    pub(super) bare: bool,
+}
+
+/// Whose the data is.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, clap::ValueEnum)]
+#[serde(rename_all = "lowercase")]
+pub(crate) enum Partition {
+    /// Everybody's.
+    #[default]
+    Shared,
+    /// This worker's alone.
+    Private,
+}
+
+/// When to test.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, clap::ValueEnum)]
+#[serde(rename_all = "lowercase")]
+pub(crate) enum Test {
+    /// After every epoch.
+    #[default]
+    Epoch,
+    /// After training.
+    End,
+    /// Not at all.
+    Never,
+}
+
+/// Which parameters a step may see.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, clap::ValueEnum)]
+#[serde(rename_all = "lowercase")]
+pub(crate) enum Consistency {
+    /// Bulk synchronous: those of the step before, of all workers.
+    #[default]
+    Bsp,
+}
+
+impl Default for Settings {
+    fn default() -> Self {
+        Self {
+            workers: 4,
+            servers: Servers::Colocated,
+            threads_per_worker: 1,
+            lanes: None,
+            link: Carriers::Auto,
+            model: "fashion-cnn".into(),
+            data: "fashion-mnist-mini".into(),
+            partition: Partition::Shared,
+            batch: 32,
+            epochs: 10,
+            steps: None,
+            lr: 0.02,
+            schedule: "fixed".parse().expect("a schedule"),
+            optimizer: "sgd:momentum=0.9,weight-decay=0.0005".parse().expect("a rule"),
+            seed: 1,
+            test: Test::Epoch,
+            scheme: Policy::Auto,
+            overlap: Overlap::Full,
+            sync: Consistency::Bsp,
+            deterministic: false,
+            verify_replicas: false,
+            report: "poseidon-report".into(),
+            bare: false,
+        }
+    }
+}
+
+impl Settings {
+    /// Flags over the file over the defaults.
+    pub(crate) fn from_flags(flags: &Flags) -> anyhow::Result<Self> {
+        let mut settings = match &flags.config {
+            Some(path) => read(path)?,
+            None => Self::default(),
+        };
+        macro_rules! take {
+            ($($field:ident),*) => {
+                $(if let Some(value) = flags.$field.clone() { settings.$field = value; })*
+            };
+        }
+        take!(workers, servers, threads_per_worker, link, model, data, partition, batch, lr);
+        take!(schedule, optimizer, seed, test, scheme, overlap, sync, report);
+        settings.lanes = flags.lanes.or(settings.lanes);
+        settings.steps = flags.steps.or(settings.steps);
+        if let Some(epochs) = flags.epochs {
+            (settings.epochs, settings.steps) = (epochs, None);
+        }
+        settings.deterministic |= flags.deterministic;
+        settings.verify_replicas |= flags.verify_replicas;
+        settings.bare |= flags.bare;
+        if settings.bare {
+            settings.workers = 1;
+        }
+        settings.validate()?;
+        Ok(settings)
+    }
+
+    pub(crate) fn to_toml(&self) -> anyhow::Result<String> {
+        Ok(toml::to_string(self)?)
+    }
+
+    /// Opens everything, to find out whether it can be.
+    pub(crate) fn check(&self) -> anyhow::Result<()> {
+        let model = self.model()?;
+        self.open(Split::Train, 0, &model)?;
+        if self.test != Test::Never {
+            self.open(Split::Test, 0, &model)?;
+        }
+        Ok(())
+    }
+
+    /// The model, built in or read from a file.
+    pub(crate) fn model(&self) -> anyhow::Result<Model> {
+        if let Some(model) = Model::builtin(&self.model) {
+            return Ok(model);
+        }
+        let path = Path::new(&self.model);
+        ensure!(
+            path.exists(),
+            "no model '{}': there is no such file, and the built-in ones are {}",
+            self.model,
+            Model::builtins().join(", ")
+        );
+        Ok(Model::read(path)?)
+    }
+
+    /// The samples of one split, which must be what the model expects.
+    pub(crate) fn open(
+        &self,
+        split: Split,
+        rank: u16,
+        model: &Model,
+    ) -> anyhow::Result<Arc<dyn Samples>> {
+        let text = match self.partition {
+            Partition::Shared => self.data.clone(),
+            Partition::Private => self.data.replace("{rank}", &rank.to_string()),
+        };
+        let source: Source = crate::data::resolve(&text)?;
+        let samples: Arc<dyn Samples> = data::open(&source, split)?.into();
+        let [channels, height, width] = samples.shape();
+        let input = [model.input.channels, model.input.height, model.input.width];
+        ensure!(
+            samples.shape() == input,
+            "model '{}' expects images of {}x{}x{}, but those of {source} are {channels}x{height}x{width}",
+            model.name,
+            input[0],
+            input[1],
+            input[2],
+        );
+        ensure!(
+            samples.classes() <= model.classes,
+            "model '{}' knows {} classes, but {source} has {}",
+            model.name,
+            model.classes,
+            samples.classes()
+        );
+        Ok(samples)
+    }
+
+    pub(crate) fn task(&self, model: Model) -> Task {
+        Task {
+            model,
+            batch: self.batch as usize,
+            devices: self.threads_per_worker.into(),
+            seed: self.seed,
+            optimizer: self.optimizer.clone(),
+            overlap: self.overlap,
+        }
+    }
+
+    /// What these settings say about a node, on top of what its environment says.
+    pub(crate) fn apply_to(&self, config: &mut Config) {
+        // A launcher of ours has said all of this in the environment already.
+        if self.servers != Servers::Colocated {
+            config.servers = self.servers;
+        }
+        if self.link != Carriers::Auto {
+            config.carrier = self.link;
+        }
+        config.lanes = self.lanes.unwrap_or(config.lanes);
+    }
+
+    fn validate(&self) -> anyhow::Result<()> {
+        ensure!(self.workers > 0, "workers = 0: expected at least 1");
+        ensure!(self.threads_per_worker > 0, "threads-per-worker = 0: expected at least 1");
+        ensure!(self.batch > 0, "batch = 0: expected at least 1");
+        ensure!(self.epochs > 0 && self.steps != Some(0), "nothing to train: 0 epochs or steps");
+        if !self.lr.is_finite() || self.lr <= 0.0 {
+            bail!("learning rate {}: expected a positive number", self.lr);
+        }
+        if self.optimizer.is_stateless() {
+            bail!("optimizer '{}' updates nothing: expected sgd, caffe-sgd, adam or adamw", self.optimizer);
+        }
+        Ok(())
+    }
+}
+
+fn read(path: &Path) -> anyhow::Result<Settings> {
+    let text = std::fs::read_to_string(path).with_context(|| format!("cannot read {}", path.display()))?;
+    toml::from_str(&text).with_context(|| format!("in {}", path.display()))
+}
+
+/// Settings that are text in the file, as on the command line.
+mod text {
+    use serde::{Deserialize, Deserializer, Serializer, de::Error};
+    use std::{fmt::Display, str::FromStr};
+
+    pub(super) fn serialize<T: Display, S: Serializer>(value: &T, to: S) -> Result<S::Ok, S::Error> {
+        to.collect_str(value)
+    }
+
+    pub(super) fn deserialize<'de, T, D>(from: D) -> Result<T, D::Error>
+    where
+        T: FromStr<Err: Display>,
+        D: Deserializer<'de>,
+    {
+        String::deserialize(from)?.parse().map_err(D::Error::custom)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::io::Write;
+
+    #[test]
+    fn what_is_printed_can_be_read_back() {
+        let settings = Settings { steps: Some(7), lanes: Some(2), ..Settings::default() };
+        let text = settings.to_toml().unwrap();
+        assert_eq!(toml::from_str::<Settings>(&text).unwrap(), settings, "{text}");
+    }
+
+    #[test]
+    fn flags_win_over_the_file() {
+        let mut file = tempfile::NamedTempFile::new().unwrap();
+        file.write_all(b"batch = 7\nlr = 0.5\nsteps = 3\n").unwrap();
+        let config = Some(file.path().to_owned());
+        let flags = Flags { config, lr: Some(0.25), epochs: Some(2), ..Flags::default() };
+        let settings = Settings::from_flags(&flags).unwrap();
+        assert_eq!((settings.batch, settings.lr), (7, 0.25));
+        assert_eq!((settings.epochs, settings.steps), (2, None));
+        assert_eq!(settings.workers, 4);
+    }
+
+    #[test]
+    fn nonsense_is_named() {
+        let says = |flags: Flags, words: &str| {
+            let error = format!("{:#}", Settings::from_flags(&flags).unwrap_err());
+            assert!(error.contains(words), "'{words}' is not in: {error}");
+        };
+        says(Flags { lr: Some(-1.0), ..Flags::default() }, "learning rate -1");
+        says(Flags { optimizer: Some("mean".parse().unwrap()), ..Flags::default() }, "updates nothing");
+        let mut file = tempfile::NamedTempFile::new().unwrap();
+        file.write_all(b"batch = 32\nbathc = 7\n").unwrap();
+        says(Flags { config: Some(file.path().to_owned()), ..Flags::default() }, "bathc");
+        let unknown = Settings { model: "resnet-9000".into(), ..Settings::default() };
+        let error = unknown.model().unwrap_err().to_string();
+        assert!(error.contains("resnet-9000") && error.contains("cifar10-quick"), "{error}");
+        let mismatch = Settings { model: "cifar10-quick".into(), ..Settings::default() };
+        let error = mismatch.check().unwrap_err().to_string();
+        assert!(error.contains("3x32x32") && error.contains("1x28x28"), "{error}");
+    }
+}

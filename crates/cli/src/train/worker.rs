@@ -1,0 +1,457 @@
+//! One worker of `poseidon train`: reads, computes, synchronises; rank 0 also shows and reports.
+
+use super::report::{
+    CurvePoint, EpochReport, LayerReport, NodeReport, Quantiles, Report, Span, Timeline, Track, What,
+};
+use super::screen::{Kind, Progress, Screen};
+use super::settings::{Partition, Settings, Test};
+use anyhow::{Context, ensure};
+use poseidon::{Config, LayerId, Session, Traffic};
+use poseidon_nn::data::{self, Evaluation, Loader, Sampler, Samples, Sampling, Split, Transform};
+use poseidon_nn::train::{self, TrainError, Worker};
+use poseidon_nn::{Loss, Net};
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+use std::io;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+/// Trains as one worker of the job that `config` describes.
+pub(super) fn run(settings: &Settings, config: Config, json: bool) -> anyhow::Result<()> {
+    let model = settings.model()?;
+    let rank = config.node().0;
+    let train = settings.open(Split::Train, rank, &model)?;
+    let task = settings.task(model);
+    let builder = Session::builder(config)
+        .scheme(settings.scheme)
+        .deterministic(settings.deterministic)
+        .learning_rate(settings.lr);
+    let session = task.describe(builder)?.start()?;
+    let worker = Worker::join(&task, session)?;
+    drive(settings, worker, train, json)
+}
+
+/// Trains in this process, without Poseidon.
+pub(super) fn run_alone(settings: &Settings, json: bool) -> anyhow::Result<()> {
+    let model = settings.model()?;
+    let train = settings.open(Split::Train, 0, &model)?;
+    let worker = Worker::alone(&settings.task(model))?;
+    drive(settings, worker, train, json)
+}
+
+fn drive(
+    settings: &Settings,
+    worker: Worker,
+    train: Arc<dyn Samples>,
+    json: bool,
+) -> anyhow::Result<()> {
+    let mut run = Run::new(settings, worker, train, json)?;
+    match run.train() {
+        Ok(()) => run.finish(json),
+        Err(error) => {
+            // The others should hear the reason, not that a connection was lost.
+            if let Some(reason) = own_fault(&error) {
+                run.worker.abort(&reason);
+            }
+            Err(error)
+        }
+    }
+}
+
+/// What this worker has to tell the others, unless it heard it from them.
+fn own_fault(error: &anyhow::Error) -> Option<String> {
+    let theirs = matches!(error.downcast_ref(), Some(TrainError::Session(_)))
+        || error.downcast_ref::<poseidon::Error>().is_some();
+    (!theirs).then(|| format!("{error:#}"))
+}
+
+/// A training run as one worker sees it.
+struct Run<'a> {
+    settings: &'a Settings,
+    worker: Worker,
+    rank: u16,
+    loader: Loader,
+    test: Option<Arc<dyn Samples>>,
+    transform: Transform,
+    screen: Screen,
+    plan: Vec<LayerReport>,
+    steps_per_epoch: u64,
+    steps: u64,
+    /// What this worker had sent before the first step.
+    before: Before,
+    began: Instant,
+    /// Time spent on steps, without tests.
+    stepping: Duration,
+    step_times: Vec<f64>,
+    images: u64,
+    curve: Vec<CurvePoint>,
+    epochs: Vec<EpochReport>,
+    digests: Vec<String>,
+}
+
+struct Before {
+    traffic: Traffic,
+    layers: Vec<u64>,
+}
+
+/// What workers tell each other at the end of an epoch.
+#[derive(Serialize, Deserialize)]
+struct EpochFacts {
+    /// Per step: sum of losses and number of samples.
+    losses: Vec<(f64, usize)>,
+    correct: usize,
+    tested: Option<(usize, usize)>,
+}
+
+/// What workers tell each other at the end.
+#[derive(Serialize, Deserialize)]
+struct FinalFacts {
+    node: NodeReport,
+    layers: Vec<u64>,
+    digest: String,
+    digests: Vec<String>,
+    hidden: f64,
+}
+
+impl<'a> Run<'a> {
+    fn new(
+        settings: &'a Settings,
+        worker: Worker,
+        train: Arc<dyn Samples>,
+        json: bool,
+    ) -> anyhow::Result<Self> {
+        let session = worker.session();
+        let rank = session.map_or(0, Session::rank);
+        let ranks = session.map_or(1, Session::workers);
+        let model = settings.model()?;
+        let test = match settings.test {
+            Test::Never => None,
+            Test::Epoch | Test::End => Some(settings.open(Split::Test, rank, &model)?),
+        };
+        let transform = Transform::from_samples(&*train)?;
+        let partition = match settings.partition {
+            Partition::Shared => data::Partition::Shared,
+            Partition::Private => {
+                let sizes = gather(&worker, "partition", &train.len())?;
+                let smallest = sizes.into_iter().min().unwrap_or(train.len());
+                data::Partition::Private { smallest }
+            }
+        };
+        let sampler = Sampler::new(Sampling {
+            samples: train.len(),
+            rank: rank.into(),
+            ranks,
+            batch: settings.batch as usize,
+            seed: settings.seed,
+            partition,
+        })?;
+        let steps_per_epoch = sampler.steps_per_epoch();
+        let steps = settings.steps.unwrap_or(settings.epochs * steps_per_epoch);
+        let loader = Loader::new(train, transform.clone(), sampler)?;
+        let kind = match (rank, json) {
+            (0, false) => Kind::detect(),
+            (0, true) if Kind::detect() == Kind::Live => Kind::Live,
+            _ => Kind::Silent,
+        };
+        let screen = match json {
+            true => Screen::new(kind, io::stderr()),
+            false => Screen::new(kind, io::stdout()),
+        };
+        let plan = plan(&worker, &Net::new(&model, 1)?);
+        let before = Before::of(worker.session());
+        Ok(Self {
+            settings,
+            worker,
+            rank,
+            loader,
+            test,
+            transform,
+            screen,
+            plan,
+            steps_per_epoch,
+            steps,
+            before,
+            began: Instant::now(),
+            stepping: Duration::ZERO,
+            step_times: Vec::new(),
+            images: 0,
+            curve: Vec::new(),
+            epochs: Vec::new(),
+            digests: Vec::new(),
+        })
+    }
+
+    fn train(&mut self) -> anyhow::Result<()> {
+        self.screen.plan(&self.plan);
+        self.began = Instant::now();
+        let epochs = self.steps.div_ceil(self.steps_per_epoch);
+        while self.worker.steps() < self.steps {
+            let epoch = self.loader.position().epoch;
+            let steps = self.steps_per_epoch.min(self.steps - self.worker.steps());
+            self.screen.epoch_begin(Instant::now(), epoch + 1, epochs, steps);
+            self.epoch(steps)?;
+        }
+        Ok(())
+    }
+
+    /// Takes `steps` steps, then tests and tells the others.
+    fn epoch(&mut self, steps: u64) -> anyhow::Result<()> {
+        let began = Instant::now();
+        let first = self.worker.steps();
+        let ranks = self.worker.session().map_or(1, Session::workers);
+        let mut total = Loss::default();
+        let mut losses = Vec::new();
+        let mut times = Vec::new();
+        for step in 0..steps {
+            let start = Instant::now();
+            let batch = self.loader.next()?;
+            self.images += batch.total as u64;
+            let rate = self.settings.schedule.at(self.settings.lr, self.worker.steps());
+            let loss = self.worker.step(&batch, rate)?;
+            if self.settings.verify_replicas {
+                self.digests.push(self.worker.digest()?);
+            }
+            total += loss;
+            losses.push((loss.sum, loss.count));
+            times.push(start.elapsed().as_secs_f64());
+            let spent = (self.stepping + began.elapsed()).as_secs_f64();
+            let done = self.worker.steps() as f64;
+            self.screen.step(Instant::now(), Progress {
+                step_in_epoch: step + 1,
+                loss: total.mean(),
+                accuracy: total.accuracy(),
+                images_per_second: (total.count * ranks) as f64 / began.elapsed().as_secs_f64(),
+                seconds_left: spent / done * (self.steps as f64 - done),
+            });
+        }
+        self.worker.settle()?;
+        let spent = began.elapsed();
+        self.stepping += spent;
+        let done = self.worker.steps() >= self.steps;
+        let test = self.settings.test == Test::Epoch || (self.settings.test == Test::End && done);
+        let tested = if test { self.evaluate()? } else { None };
+        let topic = format!("epoch {}", self.epochs.len());
+        let facts = EpochFacts { losses, correct: total.correct, tested };
+        let facts = gather(&self.worker, &topic, &facts)?;
+        self.note_epoch(first, &facts, &times, spent);
+        self.step_times.extend(times);
+        Ok(())
+    }
+
+    /// This worker's part of the test: samples that were right, and samples.
+    fn evaluate(&mut self) -> anyhow::Result<Option<(usize, usize)>> {
+        let Some(test) = &self.test else { return Ok(None) };
+        let ranks = self.worker.session().map_or(1, Session::workers);
+        // With private partitions every worker tests on what it has.
+        let (rank, ranks) = match self.settings.partition {
+            Partition::Shared => (usize::from(self.rank), ranks),
+            Partition::Private => (0, 1),
+        };
+        let batch = self.worker.capacity();
+        let mut part =
+            Evaluation::new(test.clone(), self.transform.clone(), rank, ranks, batch)?;
+        let all = (test.len() / ranks) as u64;
+        let screen = &mut self.screen;
+        let loss = self.worker.evaluate(&mut part, |done| screen.evaluation(done as u64, all))?;
+        Ok(Some((loss.correct, loss.count)))
+    }
+
+    /// What all workers together did in an epoch.
+    fn note_epoch(&mut self, first: u64, facts: &[EpochFacts], times: &[f64], spent: Duration) {
+        let mut sum = 0.0;
+        let mut count = 0;
+        let mut at = self.began.elapsed().as_secs_f64() - times.iter().sum::<f64>();
+        for (step, time) in times.iter().enumerate() {
+            let parts = facts.iter().filter_map(|worker| worker.losses.get(step));
+            let (loss, samples) = parts.fold((0.0, 0), |(l, n), part| (l + part.0, n + part.1));
+            sum += loss;
+            count += samples;
+            at += time;
+            let number = first + step as u64;
+            self.curve.push(CurvePoint {
+                step: number,
+                epoch: (number + 1) as f64 / self.steps_per_epoch as f64,
+                seconds: at,
+                loss: loss / samples as f64,
+            });
+        }
+        let correct: usize = facts.iter().map(|worker| worker.correct).sum();
+        let tested = facts.iter().filter_map(|worker| worker.tested);
+        let (right, tested) = tested.fold((0, 0), |(r, n), part| (r + part.0, n + part.1));
+        let epoch = EpochReport {
+            epoch: self.epochs.len() as u64 + 1,
+            seconds: spent.as_secs_f64(),
+            train_loss: sum / count as f64,
+            train_accuracy: correct as f64 / count as f64,
+            test_accuracy: (tested > 0).then(|| right as f64 / tested as f64),
+            images_per_second: count as f64 / spent.as_secs_f64(),
+        };
+        self.screen.epoch_end(&epoch);
+        self.epochs.push(epoch);
+    }
+
+    /// Tells the others what this worker did, ends the job, and on rank 0 writes the report.
+    fn finish(mut self, json: bool) -> anyhow::Result<()> {
+        let seconds = self.began.elapsed().as_secs_f64();
+        let facts = self.facts()?;
+        let all = gather(&self.worker, "result", &facts)?;
+        let timeline = self.timeline();
+        let report = (self.rank == 0).then(|| self.report(seconds, &all, timeline)).transpose()?;
+        self.worker.finish()?;
+        let Some(report) = report else { return Ok(()) };
+        let page = report.write(&self.settings.report)?;
+        self.screen.finish(&report, &page);
+        if json {
+            println!("{}", serde_json::to_string_pretty(&report)?);
+        }
+        Ok(())
+    }
+
+    fn facts(&mut self) -> anyhow::Result<FinalFacts> {
+        let digest = self.worker.digest()?;
+        let now = Before::of(self.worker.session());
+        let stats = self.worker.stats();
+        let layers = now.layers.iter().zip(&self.before.layers).map(|(now, before)| now - before);
+        Ok(FinalFacts {
+            node: NodeReport {
+                rank: self.rank,
+                role: "worker".into(),
+                bytes_sent: now.traffic.bytes_sent - self.before.traffic.bytes_sent,
+                bytes_received: now.traffic.bytes_received - self.before.traffic.bytes_received,
+                compute_seconds: stats.compute_seconds,
+                stall_seconds: stats.stall_seconds,
+            },
+            layers: layers.collect(),
+            digest,
+            digests: std::mem::take(&mut self.digests),
+            hidden: stats.hidden_fraction(),
+        })
+    }
+
+    fn report(
+        &mut self,
+        seconds: f64,
+        workers: &[FinalFacts],
+        timeline: Timeline,
+    ) -> anyhow::Result<Report> {
+        for other in workers {
+            let (theirs, mine) = (&other.digest, &workers[0].digest);
+            let rank = other.node.rank;
+            ensure!(theirs == mine, "worker {rank} ended with other parameters than worker 0: {theirs} against {mine}");
+            for (step, (theirs, mine)) in other.digests.iter().zip(&workers[0].digests).enumerate() {
+                ensure!(theirs == mine, "worker {rank} differs from worker 0 after step {step}: {theirs} against {mine}");
+            }
+        }
+        let settings = self.settings;
+        let mut layers = std::mem::take(&mut self.plan);
+        for (position, layer) in layers.iter_mut().enumerate() {
+            let sent: u64 = workers.iter().filter_map(|w| w.layers.get(position)).sum();
+            layer.bytes_sent_per_step = sent / workers.len() as u64 / self.steps;
+        }
+        let mean = |of: fn(&FinalFacts) -> f64| workers.iter().map(of).sum::<f64>() / workers.len() as f64;
+        Ok(Report {
+            model: settings.model()?.name,
+            data: settings.data.clone(),
+            workers: workers.len() as u16,
+            servers: settings.servers.to_string(),
+            threads_per_worker: settings.threads_per_worker.into(),
+            batch: settings.batch as usize,
+            steps: self.steps,
+            epochs: self.steps as f64 / self.steps_per_epoch as f64,
+            seconds,
+            images_per_second: self.images as f64 / self.stepping.as_secs_f64(),
+            step_seconds: Quantiles::of(&self.step_times),
+            final_loss: self.curve.last().map_or(f64::NAN, |point| point.loss),
+            test_accuracy: self.epochs.last().and_then(|epoch| epoch.test_accuracy),
+            overlap_hidden_fraction: mean(|w| w.hidden),
+            parameter_digest: workers[0].digest.clone(),
+            digests: workers[0].digests.clone(),
+            scheme: settings.scheme.to_string(),
+            overlap: settings.overlap.to_string(),
+            seed: settings.seed,
+            deterministic: settings.deterministic,
+            version: env!("CARGO_PKG_VERSION").into(),
+            command: command(),
+            layers,
+            nodes: workers.iter().map(|worker| worker.node.clone()).collect(),
+            curve: std::mem::take(&mut self.curve),
+            epochs_done: std::mem::take(&mut self.epochs),
+            timeline,
+            config: settings.to_toml()?,
+        })
+    }
+
+    fn timeline(&self) -> Timeline {
+        let Some(iteration) = self.worker.last_iteration() else { return Timeline::default() };
+        let spans = iteration.spans.into_iter().map(|span| {
+            let (track, what) = match span.what {
+                train::What::Forward => (Track::Compute, What::Forward),
+                train::What::Backward => (Track::Compute, What::Backward),
+                train::What::Rebuild => (Track::Compute, What::Rebuild),
+                train::What::Wait => (Track::Compute, What::Wait),
+                train::What::Sync => (Track::Network, What::Sync),
+            };
+            Span { track, layer: span.layer, what, start: span.start, end: span.end }
+        });
+        let spans = spans.collect();
+        let (step, seconds) = (iteration.step, iteration.seconds);
+        Timeline { step, rank: self.rank, seconds, spans }
+    }
+}
+
+impl Before {
+    fn of(session: Option<&Session>) -> Self {
+        let layers = session.map_or(0, |session| session.plan().layers());
+        let sent = |layer| session.map_or(0, |session| session.sent(LayerId(layer)));
+        Self {
+            traffic: session.map_or_else(Traffic::default, Session::traffic),
+            layers: (0..layers as u32).map(sent).collect(),
+        }
+    }
+}
+
+/// The plan, layer by layer. What it predicts for a step is this worker's share.
+fn plan(worker: &Worker, net: &Net) -> Vec<LayerReport> {
+    let layers = net.layers().iter().filter(|layer| layer.parameters > 0);
+    let rows = layers.enumerate().map(|(position, layer)| {
+        let id = LayerId(position as u32);
+        let planned = worker.session().and_then(|session| {
+            let choice = session.plan().choice(id)?.clone();
+            let me = poseidon::NodeId(session.rank());
+            let bytes = session.plan().bytes_sent(&session.book().cluster, me, id);
+            Some((choice.scheme.to_string(), choice.reason, bytes as u64))
+        });
+        let (scheme, reason, bytes_sent_per_step) =
+            planned.unwrap_or_else(|| ("none".into(), "trained without Poseidon".into(), 0));
+        LayerReport {
+            name: layer.name.clone(),
+            kind: layer.kind.clone(),
+            parameters: layer.parameters,
+            scheme,
+            reason,
+            bytes_sent_per_step,
+        }
+    });
+    rows.collect()
+}
+
+/// Every worker's `value`, in rank order.
+fn gather<T: Serialize + for<'de> Deserialize<'de>>(
+    worker: &Worker,
+    topic: &str,
+    value: &T,
+) -> anyhow::Result<Vec<T>> {
+    let value = serde_json::to_value(value)?;
+    let all = match worker.session() {
+        Some(session) => session.gather(topic, &value)?,
+        None => vec![value],
+    };
+    let parse = |value: Value| serde_json::from_value(value);
+    all.into_iter().map(parse).collect::<Result<_, _>>().with_context(|| format!("gathering '{topic}'"))
+}
+
+/// How to do this again.
+fn command() -> String {
+    let words = std::env::args().skip(1);
+    std::iter::once("poseidon".to_owned()).chain(words).collect::<Vec<_>>().join(" ")
+}
