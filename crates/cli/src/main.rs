@@ -29,7 +29,7 @@ struct Cli {
 
 #[derive(Subcommand)]
 enum Command {
-    Train(train::Args),
+    Train(Box<train::Args>),
     Data(data::Args),
     Launch(launch::Args),
     Serve(serve::Args),
@@ -40,7 +40,7 @@ enum Command {
 impl Command {
     fn run(self) -> anyhow::Result<ExitCode> {
         match self {
-            Self::Train(args) => train::run(args),
+            Self::Train(args) => train::run(*args),
             Self::Data(args) => data::run(args),
             Self::Launch(args) => launch::run(args),
             Self::Serve(args) => serve::run(args),

@@ -228,7 +228,13 @@ mod tests {
     fn worker(script: &str) -> Process {
         let mut command = Command::new("sh");
         command.args(["-c", script]);
-        Process { name: "worker".into(), label: "0".into(), command, role: Role::Worker, draws: false }
+        Process {
+            name: "worker".into(),
+            label: "0".into(),
+            command,
+            role: Role::Worker,
+            draws: false,
+        }
     }
 
     #[test]

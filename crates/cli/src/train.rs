@@ -79,7 +79,9 @@ pub(crate) fn run(args: Args) -> anyhow::Result<ExitCode> {
     settings.apply_to(&mut config);
     if args.flags.workers.is_some_and(|workers| workers != config.workers) {
         let (asked, found) = (settings.workers, config.workers);
-        bail!("--workers {asked}, but this process was started as one of {found}: leave --workers out");
+        bail!(
+            "--workers {asked}, but this process was started as one of {found}: leave --workers out"
+        );
     }
     let settings = Settings { workers: config.workers, servers: config.servers, ..settings };
     worker::run(&settings, config, args.json)?;

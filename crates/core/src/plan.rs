@@ -80,9 +80,9 @@ impl Plan {
         // Each kind of traffic is balanced by itself: what goes by factors says nothing about the
         // load of a shard.
         for scheme in [Scheme::Ps, Scheme::Sfb] {
-            let those = |plan: &&mut LayerPlan| plan.choice.scheme == scheme;
+            let those = |plan: &LayerPlan| plan.choice.scheme == scheme;
             let layers = plans.iter_mut().zip(layers.iter().map(|layer| layer.len));
-            let layers = layers.filter(|(plan, _)| those(&plan)).collect();
+            let layers = layers.filter(|(plan, _)| those(plan)).collect();
             match rules.placement {
                 Placement::Balanced => place_evenly(cluster, layers, rules.chunk),
                 Placement::PerTensor => place_whole(cluster, layers),

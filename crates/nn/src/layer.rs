@@ -33,7 +33,7 @@ pub(crate) const SLACK: usize = 32;
 
 /// One layer with the memory it needs between forward and backward.
 pub(crate) enum Layer {
-    Conv(Conv),
+    Conv(Box<Conv>),
     Pool(Pool),
     Relu,
     Lrn(Lrn),
@@ -46,7 +46,8 @@ impl Layer {
     pub(crate) fn new(spec: &LayerSpec, input: Shape, output: Shape, capacity: usize) -> Self {
         match *spec {
             LayerSpec::Conv { kernel, stride, pad, .. } => {
-                Self::Conv(Conv::new(input, output, conv::Geometry { kernel, stride, pad }))
+                let geometry = conv::Geometry { kernel, stride, pad };
+                Self::Conv(Box::new(Conv::new(input, output, geometry)))
             }
             LayerSpec::Pool { method, kernel, stride, pad, .. } => {
                 let geometry = pool::Geometry { kernel, stride, pad };
@@ -172,6 +173,22 @@ pub(crate) fn transpose(from: &[f32], channels: usize, positions: usize, to: &mu
             *to = *from;
         }
     }
+}
+
+/// Channels that loops take together, in arrays that the compiler turns into vectors: the widest
+/// have as many lanes. What is left is taken one by one.
+const GROUP: usize = 16;
+
+/// N values from `start` on.
+#[inline(always)]
+fn group<T, const N: usize>(values: &[T], start: usize) -> &[T; N] {
+    values[start..].first_chunk().expect("a group of channels beyond the end")
+}
+
+/// N values from `start` on.
+#[inline(always)]
+fn group_mut<T, const N: usize>(values: &mut [T], start: usize) -> &mut [T; N] {
+    values[start..].first_chunk_mut().expect("a group of channels beyond the end")
 }
 
 fn finite(spec: &LayerSpec, filler: Filler) -> Result<(), ModelError> {

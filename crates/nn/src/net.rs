@@ -131,7 +131,9 @@ pub enum LoadError {
         got: usize,
     },
     /// A label is not a class.
-    #[error("sample {sample} has label {label}: expected less than {classes}, the number of classes")]
+    #[error(
+        "sample {sample} has label {label}: expected less than {classes}, the number of classes"
+    )]
     Label {
         /// Position in this batch.
         sample: usize,
@@ -349,6 +351,15 @@ impl Net {
     pub fn scores(&self) -> &[f32] {
         let top = self.blobs.last().expect("no blobs");
         &top.data[..self.labels.len() * top.len]
+    }
+
+    /// The first layer whose output has a number that is not finite.
+    pub fn first_not_finite(&self) -> Option<&LayerInfo> {
+        let finite = |blob: &Blob| {
+            blob.data[..self.labels.len() * blob.len].iter().all(|value| value.is_finite())
+        };
+        let broken = self.stages.iter().position(|stage| !finite(&self.blobs[stage.output]));
+        broken.map(|layer| &self.layers[layer])
     }
 
     fn check(&self, layer: usize, parameters: usize) {

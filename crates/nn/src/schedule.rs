@@ -139,7 +139,8 @@ impl FromStr for Schedule {
         let non_negative = "a number of at least 0";
         let finite = |value: &f32| value.is_finite() && *value >= 0.0;
         let gamma = |settings: &mut Settings<'_>| settings.take("gamma", non_negative, finite);
-        let steps = |settings: &mut Settings<'_>| settings.take("steps", positive, |n: &u64| *n > 0);
+        let steps =
+            |settings: &mut Settings<'_>| settings.take("steps", positive, |n: &u64| *n > 0);
         let policy = match policy {
             "fixed" => Policy::Fixed,
             "step" => Policy::Step {

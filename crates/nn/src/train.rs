@@ -82,7 +82,7 @@ pub enum TrainError {
         step: u64,
         /// The loss.
         loss: f64,
-        /// The first layer whose parameters are not finite, in words; may be empty.
+        /// The first layer whose output is not finite, in words; may be empty.
         place: String,
     },
 }
@@ -312,13 +312,9 @@ impl Worker {
     }
 
     fn diverged(&self, loss: f64) -> TrainError {
-        let broken = self.slots.iter().flatten().find(|slot| {
-            let mut finite = true;
-            slot.with_values(|values| finite = values.iter().all(|value| value.is_finite()));
-            !finite
-        });
-        let place = broken.map_or(String::new(), |slot| {
-            format!(" (layer '{}' has parameters that are not finite)", slot.name)
+        let broken = self.nets.iter().find_map(Net::first_not_finite);
+        let place = broken.map_or(String::new(), |layer| {
+            format!(" (the output of layer '{}' is not finite)", layer.name)
         });
         TrainError::Diverged { step: self.step, loss, place }
     }

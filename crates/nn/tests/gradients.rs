@@ -76,12 +76,16 @@ fn strided_conv() {
 
 #[test]
 fn max_pool() {
-    check("[[layer]]\nname = 'pool'\nkind = 'pool'\nmethod = 'max'\nkernel = 3\nstride = 2\npad = 1");
+    check(
+        "[[layer]]\nname = 'pool'\nkind = 'pool'\nmethod = 'max'\nkernel = 3\nstride = 2\npad = 1",
+    );
 }
 
 #[test]
 fn average_pool() {
-    check("[[layer]]\nname = 'pool'\nkind = 'pool'\nmethod = 'average'\nkernel = 3\nstride = 2\npad = 1");
+    check(
+        "[[layer]]\nname = 'pool'\nkind = 'pool'\nmethod = 'average'\nkernel = 3\nstride = 2\npad = 1",
+    );
 }
 
 #[test]
@@ -101,7 +105,9 @@ fn lrn_with_another_exponent() {
 
 #[test]
 fn hidden_fc() {
-    check("[[layer]]\nname = 'fc'\nkind = 'fc'\noutputs = 6\n[[layer]]\nname = 'relu'\nkind = 'relu'");
+    check(
+        "[[layer]]\nname = 'fc'\nkind = 'fc'\noutputs = 6\n[[layer]]\nname = 'relu'\nkind = 'relu'",
+    );
 }
 
 #[test]

@@ -124,16 +124,52 @@ fn mistakes_in_the_text_are_found_with_file_and_line() {
 #[test]
 fn layers_that_do_not_fit_are_named_with_what_would() {
     for (from, to, expected) in [
-        ("kernel = 3", "kernel = 9", "layer 'conv': expected a kernel of at most 8, the padded input's size, got 9"),
+        (
+            "kernel = 3",
+            "kernel = 9",
+            "layer 'conv': expected a kernel of at most 8, the padded input's size, got 9",
+        ),
         ("kernel = 3", "kernel = 0", "layer 'conv': expected a kernel of at least 1, got 0"),
-        ("kernel = 3", "kernel = 3\nstride = 0", "layer 'conv': expected a stride of at least 1, got 0"),
-        ("kernel = 3", "kernel = 3\npad = 3", "layer 'conv': expected a pad smaller than the kernel, 3, got 3"),
-        ("outputs = 4", "outputs = 0", "layer 'conv': expected a number of outputs of at least 1, got 0"),
-        ("outputs = 4", "outputs = 9000000000000000000", "layer 'conv': expected at most 2147483647 outputs, got more"),
-        ("outputs = 3", "outputs = 5", "layer 'scores': expected 3 outputs, the number of classes, got 5x1x1"),
-        ("\"scores\"", "\"conv\"", "layer 'conv': expected a name that no other layer has, got conv"),
-        ("gaussian = 0.01", "gaussian = -1.0", "layer 'conv': expected a finite deviation of at least 0, got -1"),
-        ("[1, 8, 8]", "[1, 0, 8]", "model 'small': expected a non-empty input that fits in memory, got 1x0x8"),
+        (
+            "kernel = 3",
+            "kernel = 3\nstride = 0",
+            "layer 'conv': expected a stride of at least 1, got 0",
+        ),
+        (
+            "kernel = 3",
+            "kernel = 3\npad = 3",
+            "layer 'conv': expected a pad smaller than the kernel, 3, got 3",
+        ),
+        (
+            "outputs = 4",
+            "outputs = 0",
+            "layer 'conv': expected a number of outputs of at least 1, got 0",
+        ),
+        (
+            "outputs = 4",
+            "outputs = 9000000000000000000",
+            "layer 'conv': expected at most 2147483647 outputs, got more",
+        ),
+        (
+            "outputs = 3",
+            "outputs = 5",
+            "layer 'scores': expected 3 outputs, the number of classes, got 5x1x1",
+        ),
+        (
+            "\"scores\"",
+            "\"conv\"",
+            "layer 'conv': expected a name that no other layer has, got conv",
+        ),
+        (
+            "gaussian = 0.01",
+            "gaussian = -1.0",
+            "layer 'conv': expected a finite deviation of at least 0, got -1",
+        ),
+        (
+            "[1, 8, 8]",
+            "[1, 0, 8]",
+            "model 'small': expected a non-empty input that fits in memory, got 1x0x8",
+        ),
         ("classes = 3", "classes = 0", "model 'small': expected at least 1 class, got 0"),
     ] {
         assert_eq!(complaint(from, to), format!("small.toml: {expected}"));

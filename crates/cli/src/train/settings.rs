@@ -341,14 +341,18 @@ impl Settings {
             bail!("learning rate {}: expected a positive number", self.lr);
         }
         if self.optimizer.is_stateless() {
-            bail!("optimizer '{}' updates nothing: expected sgd, caffe-sgd, adam or adamw", self.optimizer);
+            bail!(
+                "optimizer '{}' updates nothing: expected sgd, caffe-sgd, adam or adamw",
+                self.optimizer
+            );
         }
         Ok(())
     }
 }
 
 fn read(path: &Path) -> anyhow::Result<Settings> {
-    let text = std::fs::read_to_string(path).with_context(|| format!("cannot read {}", path.display()))?;
+    let text =
+        std::fs::read_to_string(path).with_context(|| format!("cannot read {}", path.display()))?;
     toml::from_str(&text).with_context(|| format!("in {}", path.display()))
 }
 
@@ -357,7 +361,10 @@ mod text {
     use serde::{Deserialize, Deserializer, Serializer, de::Error};
     use std::{fmt::Display, str::FromStr};
 
-    pub(super) fn serialize<T: Display, S: Serializer>(value: &T, to: S) -> Result<S::Ok, S::Error> {
+    pub(super) fn serialize<T: Display, S: Serializer>(
+        value: &T,
+        to: S,
+    ) -> Result<S::Ok, S::Error> {
         to.collect_str(value)
     }
 
@@ -401,7 +408,10 @@ mod tests {
             assert!(error.contains(words), "'{words}' is not in: {error}");
         };
         says(Flags { lr: Some(-1.0), ..Flags::default() }, "learning rate -1");
-        says(Flags { optimizer: Some("mean".parse().unwrap()), ..Flags::default() }, "updates nothing");
+        says(
+            Flags { optimizer: Some("mean".parse().unwrap()), ..Flags::default() },
+            "updates nothing",
+        );
         let mut file = tempfile::NamedTempFile::new().unwrap();
         file.write_all(b"batch = 32\nbathc = 7\n").unwrap();
         says(Flags { config: Some(file.path().to_owned()), ..Flags::default() }, "bathc");

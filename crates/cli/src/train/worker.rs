@@ -1,7 +1,8 @@
 //! One worker of `poseidon train`: reads, computes, synchronises; rank 0 also shows and reports.
 
 use super::report::{
-    CurvePoint, EpochReport, LayerReport, NodeReport, Quantiles, Report, Span, Timeline, Track, What,
+    CurvePoint, EpochReport, LayerReport, NodeReport, Quantiles, Report, Span, Timeline, Track,
+    What,
 };
 use super::screen::{Kind, Progress, Screen};
 use super::settings::{Partition, Settings, Test};
@@ -216,13 +217,16 @@ impl<'a> Run<'a> {
             times.push(start.elapsed().as_secs_f64());
             let spent = (self.stepping + began.elapsed()).as_secs_f64();
             let done = self.worker.steps() as f64;
-            self.screen.step(Instant::now(), Progress {
-                step_in_epoch: step + 1,
-                loss: total.mean(),
-                accuracy: total.accuracy(),
-                images_per_second: (total.count * ranks) as f64 / began.elapsed().as_secs_f64(),
-                seconds_left: spent / done * (self.steps as f64 - done),
-            });
+            self.screen.step(
+                Instant::now(),
+                Progress {
+                    step_in_epoch: step + 1,
+                    loss: total.mean(),
+                    accuracy: total.accuracy(),
+                    images_per_second: (total.count * ranks) as f64 / began.elapsed().as_secs_f64(),
+                    seconds_left: spent / done * (self.steps as f64 - done),
+                },
+            );
         }
         self.worker.settle()?;
         let spent = began.elapsed();
@@ -248,8 +252,7 @@ impl<'a> Run<'a> {
             Partition::Private => (0, 1),
         };
         let batch = self.worker.capacity();
-        let mut part =
-            Evaluation::new(test.clone(), self.transform.clone(), rank, ranks, batch)?;
+        let mut part = Evaluation::new(test.clone(), self.transform.clone(), rank, ranks, batch)?;
         let all = (test.len() / ranks) as u64;
         let screen = &mut self.screen;
         let loss = self.worker.evaluate(&mut part, |done| screen.evaluation(done as u64, all))?;
@@ -337,9 +340,16 @@ impl<'a> Run<'a> {
         for other in workers {
             let (theirs, mine) = (&other.digest, &workers[0].digest);
             let rank = other.node.rank;
-            ensure!(theirs == mine, "worker {rank} ended with other parameters than worker 0: {theirs} against {mine}");
-            for (step, (theirs, mine)) in other.digests.iter().zip(&workers[0].digests).enumerate() {
-                ensure!(theirs == mine, "worker {rank} differs from worker 0 after step {step}: {theirs} against {mine}");
+            ensure!(
+                theirs == mine,
+                "worker {rank} ended with other parameters than worker 0: {theirs} against {mine}"
+            );
+            for (step, (theirs, mine)) in other.digests.iter().zip(&workers[0].digests).enumerate()
+            {
+                ensure!(
+                    theirs == mine,
+                    "worker {rank} differs from worker 0 after step {step}: {theirs} against {mine}"
+                );
             }
         }
         let settings = self.settings;
@@ -348,7 +358,8 @@ impl<'a> Run<'a> {
             let sent: u64 = workers.iter().filter_map(|w| w.layers.get(position)).sum();
             layer.bytes_sent_per_step = sent / workers.len() as u64 / self.steps;
         }
-        let mean = |of: fn(&FinalFacts) -> f64| workers.iter().map(of).sum::<f64>() / workers.len() as f64;
+        let mean =
+            |of: fn(&FinalFacts) -> f64| workers.iter().map(of).sum::<f64>() / workers.len() as f64;
         Ok(Report {
             model: settings.model()?.name,
             data: settings.data.clone(),
@@ -447,7 +458,10 @@ fn gather<T: Serialize + for<'de> Deserialize<'de>>(
         None => vec![value],
     };
     let parse = |value: Value| serde_json::from_value(value);
-    all.into_iter().map(parse).collect::<Result<_, _>>().with_context(|| format!("gathering '{topic}'"))
+    all.into_iter()
+        .map(parse)
+        .collect::<Result<_, _>>()
+        .with_context(|| format!("gathering '{topic}'"))
 }
 
 /// How to do this again.

@@ -3,7 +3,8 @@
 //! With the channels of a position side by side, a kernel's row covers one contiguous run of the
 //! padded image. So the usual matrix of patches need not be written out: the [kernel]'s matrix
 //! products read patches where they lie. The input's gradient is the convolution of the output's
-//! gradient, spread out by the stride and padded, with the kernel turned by 180°.
+//! gradient, spread out by the stride and padded, with the kernel turned by 180°. That multiplies
+//! with zeros: stride² times the work, in layers above the first whose stride is not 1.
 
 mod kernel;
 
@@ -57,10 +58,11 @@ const BLOCK_POSITIONS: usize = 64;
 impl Conv {
     pub(crate) fn new(input: Shape, output: Shape, geometry: Geometry) -> Self {
         let Geometry { kernel, stride, pad } = geometry;
-        let padded = Shape { height: input.height + 2 * pad, width: input.width + 2 * pad, ..input };
+        let padded =
+            Shape { height: input.height + 2 * pad, width: input.width + 2 * pad, ..input };
         let positions = output.height * output.width;
-        let block = (BLOCK_VALUES / (padded.len() + output.len()))
-            .max(BLOCK_POSITIONS.div_ceil(positions));
+        let block =
+            (BLOCK_VALUES / (padded.len() + output.len())).max(BLOCK_POSITIONS.div_ceil(positions));
         let depth = kernel * kernel * input.channels;
         let padded = Padded::new(input, padded, pad, 1, block);
         let forward = Pass {

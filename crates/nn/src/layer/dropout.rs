@@ -28,10 +28,14 @@ impl Dropout {
         let samples = x.chunks_exact_mut(self.len).zip(self.mask.chunks_exact_mut(self.len));
         for (sample, (x, mask)) in (draw.first..).zip(samples) {
             let mut random = generator([draw.seed, draw.step, layer as u64, sample]);
-            for (x, mask) in x.iter_mut().zip(mask) {
-                let dropped = u64::from(random.next_u32()) < self.threshold;
-                *mask = if dropped { 0.0 } else { self.kept };
-                *x *= *mask;
+            let mut bits = [0; 1024];
+            for (x, mask) in x.chunks_mut(256).zip(mask.chunks_mut(256)) {
+                random.fill_bytes(&mut bits);
+                for ((x, mask), bits) in x.iter_mut().zip(mask).zip(bits.as_chunks().0) {
+                    let dropped = u64::from(u32::from_le_bytes(*bits)) < self.threshold;
+                    *mask = if dropped { 0.0 } else { self.kept };
+                    *x *= *mask;
+                }
             }
         }
     }

@@ -20,8 +20,10 @@ struct Flat {
 impl Fc {
     pub(crate) fn new(outputs: usize, input: Shape, capacity: usize) -> Self {
         let inputs = input.len();
-        let flat = (input.channels > 1 && input.height * input.width > 1)
-            .then(|| Flat { x: vec![0.0; capacity * inputs], gradient: vec![0.0; capacity * inputs] });
+        let flat = (input.channels > 1 && input.height * input.width > 1).then(|| Flat {
+            x: vec![0.0; capacity * inputs],
+            gradient: vec![0.0; capacity * inputs],
+        });
         Self { outputs, inputs, input, flat }
     }
 

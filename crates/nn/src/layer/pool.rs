@@ -1,5 +1,6 @@
 //! Max and average pooling with Caffe's geometry.
 
+use crate::layer::{GROUP, group, group_mut};
 use crate::model::{PoolMethod, Shape};
 use pulp::{Arch, NullaryFnOnce};
 use std::ops::Range;
@@ -105,8 +106,7 @@ trait Pass {
     #[inline(always)]
     fn begin(&mut self, _input: Range<usize>) {}
 
-    /// N channels of a window. They fill a vector, so a pass keeps them in arrays, which become
-    /// registers.
+    /// N channels of a window.
     fn window<const N: usize>(&mut self, place: Place);
 }
 
@@ -141,8 +141,6 @@ impl<P: Pass> NullaryFnOnce for Walk<'_, P> {
 
     #[inline(always)]
     fn call(self) {
-        /// Channels that are taken together: the widest vector has as many lanes.
-        const GROUP: usize = 16;
         let Self { pool, images, mut pass } = self;
         let (input, output) = (pool.input, pool.output);
         let channels = input.channels;
@@ -274,18 +272,6 @@ impl Pass for AverageGradient<'_> {
             }
         }
     }
-}
-
-// Windows lie within their images, and images within the slices: `Geometry::windows` clips them.
-
-#[inline(always)]
-fn group<T, const N: usize>(values: &[T], start: usize) -> &[T; N] {
-    values[start..].first_chunk().expect("a window beyond its image")
-}
-
-#[inline(always)]
-fn group_mut<T, const N: usize>(values: &mut [T], start: usize) -> &mut [T; N] {
-    values[start..].first_chunk_mut().expect("a window beyond its image")
 }
 
 #[cfg(test)]

@@ -114,7 +114,9 @@ impl Log {
         let mut inner = self.inner();
         let seconds = (end - start).as_secs_f64();
         match what {
-            What::Forward | What::Backward | What::Rebuild => inner.stats.compute_seconds += seconds,
+            What::Forward | What::Backward | What::Rebuild => {
+                inner.stats.compute_seconds += seconds
+            }
             What::Wait => inner.stats.stall_seconds += seconds,
             What::Sync => {}
         }

@@ -14,7 +14,6 @@ use std::time::Instant;
 
 /// A layer with parameters.
 pub(super) struct Slot {
-    pub(super) name: String,
     /// Its place in the net.
     pub(super) layer: usize,
     /// Its id in the job.
@@ -71,7 +70,6 @@ pub(super) fn slots(
         let room = if by_factors { 0 } else { info.parameters };
         let work = || Mutex::new(Work { gradient: Buffer::zeroed(room), ..Work::default() });
         slots.push(Some(Slot {
-            name: info.name.clone(),
             layer,
             id,
             by_factors,

@@ -234,3 +234,117 @@ fn store<S: Simd, const V: usize>(simd: S, to: &mut [f32], values: [S::f32s; V])
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::layer::SLACK;
+    use proptest::prelude::*;
+
+    #[derive(Debug)]
+    struct Case {
+        values: Vec<f32>,
+        origins: Vec<u32>,
+        rows: usize,
+        run: usize,
+        pitch: usize,
+        outputs: usize,
+    }
+
+    /// Numbers of one digit: sums are exact, in whatever order.
+    fn digit(i: usize) -> f32 {
+        (i.wrapping_mul(2654435761) >> 7) as f32 % 10.0 - 4.0
+    }
+
+    impl Case {
+        fn patches(&self) -> Patches<'_> {
+            let Self { values, origins, rows, run, pitch, .. } = self;
+            Patches { values, origins, rows: *rows, run: *run, pitch: *pitch }
+        }
+
+        fn depth(&self) -> usize {
+            self.rows * self.run
+        }
+
+        fn weight(&self, k: usize, output: usize) -> f32 {
+            digit(k * self.outputs + output)
+        }
+
+        /// What the definitions say.
+        fn expected(&self, dy: &[f32]) -> [Vec<f32>; 3] {
+            let (outputs, depth) = (self.outputs, self.depth());
+            let mut y: Vec<f32> =
+                (0..self.origins.len() * outputs).map(|i| (i % outputs) as f32).collect();
+            let mut weights = vec![1.0; depth * outputs];
+            let mut bias = vec![1.0; outputs];
+            for (patch, origin) in self.origins.iter().enumerate() {
+                for output in 0..outputs {
+                    bias[output] += dy[patch * outputs + output];
+                    for k in 0..depth {
+                        let at = k / self.run * self.pitch + k % self.run;
+                        let value = self.values[*origin as usize + at];
+                        y[patch * outputs + output] += value * self.weight(k, output);
+                        weights[k * outputs + output] += value * dy[patch * outputs + output];
+                    }
+                }
+            }
+            [y, weights, bias]
+        }
+
+        fn computed<S: Simd>(&self, simd: S, dy: &[f32]) -> [Vec<f32>; 3] {
+            let (outputs, depth) = (self.outputs, self.depth());
+            let mut panels = Panels::with_lanes(S::F32_LANES, depth, outputs);
+            panels.pack(|k, output| self.weight(k, output));
+            let ramp: Vec<f32> = (0..outputs).map(|output| output as f32).collect();
+            let mut y = vec![f32::NAN; self.origins.len() * outputs];
+            simd.vectorize(Convolve {
+                patches: self.patches(),
+                weights: &panels,
+                bias: &ramp,
+                y: &mut y,
+            });
+            let mut weights = vec![1.0; depth * outputs];
+            let mut bias = vec![1.0; outputs];
+            simd.vectorize(WeightGradient {
+                patches: self.patches(),
+                dy,
+                outputs,
+                weights: &mut weights,
+                bias: &mut bias,
+            });
+            [y, weights, bias]
+        }
+    }
+
+    fn case() -> impl Strategy<Value = Case> {
+        (1usize..20, 1usize..4, 1usize..20, 0usize..5, 1usize..70).prop_map(
+            |(patches, rows, run, more, outputs)| {
+                let pitch = run + more;
+                let origins = (0..patches as u32).map(|i| i * 3 % 17).collect();
+                let mut values: Vec<f32> = (0..16 + rows * pitch).map(digit).collect();
+                values.extend([f32::NAN; SLACK]);
+                Case { values, origins, rows, run, pitch, outputs }
+            },
+        )
+    }
+
+    proptest! {
+        #[test]
+        fn every_instruction_set_computes_the_definition(case in case()) {
+            let mut dy: Vec<f32> = (0..case.origins.len() * case.outputs).map(digit).collect();
+            dy.extend([f32::NAN; SLACK]);
+            let expected = case.expected(&dy);
+            prop_assert_eq!(&case.computed(pulp::Scalar::new(), &dy), &expected);
+            #[cfg(target_arch = "x86_64")]
+            {
+                use pulp::x86::{V3, V4};
+                if let Some(simd) = V3::try_new() {
+                    prop_assert_eq!(&case.computed(simd, &dy), &expected);
+                }
+                if let Some(simd) = V4::try_new() {
+                    prop_assert_eq!(&case.computed(simd, &dy), &expected);
+                }
+            }
+        }
+    }
+}
