@@ -50,6 +50,7 @@ mod outbox;
 mod peer;
 mod rebuild;
 mod server;
+mod sibling;
 
 pub use book::{Book, Job, NodeFacts};
 pub use buffer::Buffer;

@@ -184,6 +184,11 @@ impl Node {
         self.board.failure().map_or(Ok(()), Err)
     }
 
+    /// `host:port` of the coordinator this node joined by.
+    pub(crate) fn coordinator_address(&self) -> String {
+        self.coordinator.0.to_string()
+    }
+
     /// Bytes sent for `layer`.
     pub(crate) fn sent(&self, layer: LayerId) -> u64 {
         self.counters.layers.get(layer.index()).map_or(0, |sent| sent.load(Ordering::Relaxed))

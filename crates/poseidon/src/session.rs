@@ -7,7 +7,7 @@ use crate::factors::{Factors, Meeting};
 use crate::lane::Command;
 use crate::node::Node;
 use crate::rebuild::{Rebuilder, Rule};
-use crate::{Buffer, Error, Traffic};
+use crate::{Buffer, Coordinator, Error, Traffic};
 use poseidon_core::plan::Placement;
 use poseidon_core::wire::Kind;
 use poseidon_core::{ChunkSize, Clock, Layer, LayerId, LayerKind, Optimizer, Plan, Policy, Scheme};
@@ -29,6 +29,10 @@ pub struct Session {
     rate: AtomicU32,
     layers: Vec<Mutex<LayerState>>,
     finished: bool,
+    /// What it was started with: siblings are started with much the same.
+    pub(crate) config: Config,
+    /// A sibling's coordinator, if this is worker 0. Lives as long as the session.
+    pub(crate) beside: Option<Coordinator>,
 }
 
 /// What comes back from a layer that was sent.
@@ -530,6 +534,8 @@ impl Builder {
         let layers = job.layers.iter().map(|_| Mutex::default()).collect();
         let timeout = config.timeout;
         let node = Node::start(&config, Some(job))?;
-        Ok(Session { node, timeout, rate: AtomicU32::new(rate.to_bits()), layers, finished: false })
+        let rate = AtomicU32::new(rate.to_bits());
+        let config = Config { coordinator: node.coordinator_address(), ..config };
+        Ok(Session { node, timeout, rate, layers, finished: false, config, beside: None })
     }
 }

@@ -1,0 +1,48 @@
+//! More sessions among the workers of a job: for another model, or another update rule.
+
+use crate::config::Member;
+use crate::session::Builder;
+use crate::{Coordinator, Error, Session};
+use poseidon_core::Servers;
+use std::net::{IpAddr, Ipv4Addr, ToSocketAddrs};
+
+impl Session {
+    /// Starts another session among the same workers. Every worker calls it with the same `name`,
+    /// which no other session of the job has, and describes the same layers.
+    ///
+    /// Its parameters live on the workers: dedicated servers serve the first session only.
+    pub fn sibling(
+        &self,
+        name: &str,
+        describe: impl FnOnce(Builder) -> Builder,
+    ) -> Result<Self, Error> {
+        let mut config = self.config.clone();
+        config.cluster = format!("{}/{name}", config.cluster);
+        config.servers = Servers::Colocated;
+        config.serves_coordinator = false;
+        let coordinator = match config.member {
+            Member::Worker(0) => Some(self.coordinator_beside(&config)?),
+            Member::Worker(_) | Member::Server(_) => None,
+        };
+        // Where the others reach the job's coordinator they reach this one, at another port.
+        let port = coordinator.as_ref().map(|coordinator| coordinator.address().port());
+        let topic = format!("session {name}");
+        let ports = self.gather(&topic, &port.into())?;
+        let port = ports.first().and_then(|port| port.as_u64()).unwrap_or_default();
+        let host = self.config.coordinator.rsplit_once(':').map_or("127.0.0.1", |(host, _)| host);
+        config.coordinator = format!("{host}:{port}");
+        let mut session = describe(Self::builder(config)).start()?;
+        session.beside = coordinator;
+        Ok(session)
+    }
+
+    fn coordinator_beside(&self, config: &crate::Config) -> Result<Coordinator, Error> {
+        let text = &self.config.coordinator;
+        let resolved = text.to_socket_addrs().map_err(Error::io(format!("address {text}")))?;
+        let ip = resolved.map(|address| address.ip()).find(|ip| {
+            ip.is_loopback() || poseidon_link::address::is_local(*ip)
+        });
+        let ip = ip.unwrap_or(IpAddr::V4(Ipv4Addr::UNSPECIFIED));
+        Coordinator::bind(ip, 0, config.credentials(), config.connect_timeout)
+    }
+}
