@@ -10,6 +10,7 @@ mod record;
 mod size;
 mod summary;
 mod targets;
+mod train;
 
 use anyhow::Result;
 use clap::Subcommand;
@@ -21,6 +22,8 @@ pub(crate) enum Bench {
     Exchange(exchange::Args),
     /// How much of a rate-limited link is used: one network namespace per node; needs root
     Links(links::Args),
+    /// Exactness, convergence, overhead and speed of `poseidon train`; parts of it need root
+    Train(train::Args),
 }
 
 /// Runs one benchmark.
@@ -28,5 +31,6 @@ pub(crate) fn run(bench: &Bench) -> Result<()> {
     match bench {
         Bench::Exchange(args) => exchange::run(args),
         Bench::Links(args) => links::run(args),
+        Bench::Train(args) => train::run(args),
     }
 }

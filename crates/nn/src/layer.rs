@@ -73,9 +73,11 @@ impl Layer {
 
 /// The shape of the layer's output, or what does not fit.
 pub(crate) fn output_shape(spec: &LayerSpec, input: Shape) -> Result<Shape, ModelError> {
+    let too_much = |what: &str| spec.misfit(format!("at most {MOST_VALUES} {what}"), "more");
     let positive = |what: &str, value: usize| match value {
         0 => Err(spec.misfit(format!("{what} of at least 1"), 0)),
-        _ => Ok(()),
+        1..=MOST_VALUES => Ok(()),
+        _ => Err(spec.misfit(format!("{what} of at most {MOST_VALUES}"), value)),
     };
     let fits = |kernel: usize, stride: usize, pad: usize| {
         positive("a kernel", kernel)?;
@@ -83,7 +85,7 @@ pub(crate) fn output_shape(spec: &LayerSpec, input: Shape) -> Result<Shape, Mode
         if pad >= kernel {
             return Err(spec.misfit(format!("a pad smaller than the kernel, {kernel}"), pad));
         }
-        let room = input.height.min(input.width).saturating_add(2 * pad);
+        let room = input.height.min(input.width) + 2 * pad;
         if kernel > room {
             let expected = format!("a kernel of at most {room}, the padded input's size");
             return Err(spec.misfit(expected, kernel));
@@ -96,7 +98,11 @@ pub(crate) fn output_shape(spec: &LayerSpec, input: Shape) -> Result<Shape, Mode
             fits(kernel, stride, pad)?;
             finite(spec, weights)?;
             finite(spec, bias)?;
-            conv::Geometry { kernel, stride, pad }.output(input, outputs)
+            let geometry = conv::Geometry { kernel, stride, pad };
+            for padded in [geometry.padded_input(input), geometry.padded_output(input, outputs)] {
+                padded.checked_len().ok_or_else(|| too_much("values with padding"))?;
+            }
+            geometry.output(input, outputs)
         }
         LayerSpec::Pool { kernel, stride, pad, .. } => {
             fits(kernel, stride, pad)?;
@@ -134,7 +140,6 @@ pub(crate) fn output_shape(spec: &LayerSpec, input: Shape) -> Result<Shape, Mode
         }
         LayerSpec::Relu { .. } => input,
     };
-    let too_much = |what: &str| spec.misfit(format!("at most {MOST_VALUES} {what}"), "more");
     output.checked_len().ok_or_else(|| too_much("outputs"))?;
     parameters(spec, input).ok_or_else(|| too_much("parameters"))?;
     Ok(output)

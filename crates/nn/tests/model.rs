@@ -148,7 +148,17 @@ fn layers_that_do_not_fit_are_named_with_what_would() {
         (
             "outputs = 4",
             "outputs = 9000000000000000000",
-            "layer 'conv': expected at most 2147483647 outputs, got more",
+            "layer 'conv': expected a number of outputs of at most 2147483647, got 9000000000000000000",
+        ),
+        (
+            "outputs = 4",
+            "outputs = 2000000000",
+            "layer 'conv': expected at most 2147483647 values with padding, got more",
+        ),
+        (
+            "kernel = 3",
+            "kernel = 2000000000\npad = 1999999999",
+            "layer 'conv': expected at most 2147483647 values with padding, got more",
         ),
         (
             "outputs = 3",

@@ -39,9 +39,9 @@ impl Session {
     fn coordinator_beside(&self, config: &crate::Config) -> Result<Coordinator, Error> {
         let text = &self.config.coordinator;
         let resolved = text.to_socket_addrs().map_err(Error::io(format!("address {text}")))?;
-        let ip = resolved.map(|address| address.ip()).find(|ip| {
-            ip.is_loopback() || poseidon_link::address::is_local(*ip)
-        });
+        let ip = resolved
+            .map(|address| address.ip())
+            .find(|ip| ip.is_loopback() || poseidon_link::address::is_local(*ip));
         let ip = ip.unwrap_or(IpAddr::V4(Ipv4Addr::UNSPECIFIED));
         Coordinator::bind(ip, 0, config.credentials(), config.connect_timeout)
     }

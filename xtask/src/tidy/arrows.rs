@@ -9,6 +9,7 @@ const ARROWS: &[(&str, &[&str])] = &[
     ("poseidon-link", &["poseidon-core"]),
     ("poseidon", &["poseidon-core", "poseidon-link"]),
     ("poseidon-nn", &["poseidon-core", "poseidon"]),
+    ("poseidon-python", &["poseidon-core", "poseidon"]),
     ("poseidon-sim", &["poseidon-core"]),
     (
         "poseidon-cli",

@@ -8,7 +8,7 @@
 
 mod kernel;
 
-use crate::layer::SLACK;
+use crate::layer::{MOST_VALUES, SLACK};
 use crate::model::Shape;
 use kernel::{Convolve, Panels, Patches, WeightGradient};
 use pulp::Arch;
@@ -24,6 +24,18 @@ pub(crate) struct Geometry {
 impl Geometry {
     pub(crate) fn output(self, input: Shape, outputs: usize) -> Shape {
         let size = |size| (size + 2 * self.pad - self.kernel) / self.stride + 1;
+        Shape::new(outputs, size(input.height), size(input.width))
+    }
+
+    /// What forward reads: the input with zeros around it.
+    pub(crate) fn padded_input(self, input: Shape) -> Shape {
+        let size = |size| size + 2 * self.pad;
+        Shape::new(input.channels, size(input.height), size(input.width))
+    }
+
+    /// What backward reads: the output's gradient with zeros around and between its positions.
+    pub(crate) fn padded_output(self, input: Shape, outputs: usize) -> Shape {
+        let size = |size| size + self.kernel - 1;
         Shape::new(outputs, size(input.height), size(input.width))
     }
 }
@@ -61,8 +73,10 @@ impl Conv {
         let padded =
             Shape { height: input.height + 2 * pad, width: input.width + 2 * pad, ..input };
         let positions = output.height * output.width;
-        let block =
-            (BLOCK_VALUES / (padded.len() + output.len())).max(BLOCK_POSITIONS.div_ceil(positions));
+        let largest = padded.len().max(geometry.padded_output(input, output.channels).len());
+        let block = (BLOCK_VALUES / (padded.len() + output.len()))
+            .max(BLOCK_POSITIONS.div_ceil(positions))
+            .min(MOST_VALUES / largest);
         let depth = kernel * kernel * input.channels;
         let padded = Padded::new(input, padded, pad, 1, block);
         let forward = Pass {
@@ -125,8 +139,7 @@ impl Conv {
         let (input, output, kernel) = (self.input, self.output, self.geometry.kernel);
         let area = kernel.pow(2);
         let pass = self.backward.get_or_insert_with(|| {
-            let (height, width) = (input.height + kernel - 1, input.width + kernel - 1);
-            let shape = Shape { height, width, ..output };
+            let shape = self.geometry.padded_output(input, output.channels);
             let margin = kernel - 1 - self.geometry.pad;
             let padded = Padded::new(output, shape, margin, self.geometry.stride, self.block);
             Pass {
