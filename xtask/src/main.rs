@@ -5,6 +5,7 @@ mod bench;
 mod check;
 mod command;
 mod fuzz;
+mod python;
 mod stages;
 mod test;
 mod tidy;

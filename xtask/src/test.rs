@@ -1,19 +1,22 @@
-//! `cargo xtask test`: unit, integration and documentation tests, the examples, a short fuzz run.
+//! `cargo xtask test`: unit, integration and documentation tests, the examples, a short fuzz run, the
+//! Python package.
 
 use crate::command::{command, succeed, works};
 use crate::fuzz;
+use crate::python;
 use crate::stages::{self, Outcome};
 use anyhow::{Context, Result, bail};
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// Runs all tests. The pinned toolchain installs itself; nothing else is needed.
+/// Runs all tests. The pinned toolchain installs itself, and the Python tests their environment.
 pub(crate) fn run() -> Result<()> {
     stages::run(&[
         ("tests", &tests),
         ("doc tests", &doc_tests),
         ("examples", &examples),
         ("fuzz smoke", &|| fuzz::smoke().map(|()| Outcome::Passed)),
+        ("python", &python::test),
     ])
 }
 

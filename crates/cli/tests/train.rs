@@ -64,8 +64,12 @@ fn the_default_run_leaves_a_report_with_everything_that_is_promised() {
 
     let page = fs::read_to_string(trial.path("report/report.html")).unwrap();
     assert!(page.contains("<svg") && page.contains("fashion-cnn"));
-    for from_elsewhere in ["http://", "https://", "src=", "@import", "<link", "url("] {
+    for from_elsewhere in ["http://", "https://", "src=", "@import"] {
         assert!(!page.contains(from_elsewhere), "the page loads something: {from_elsewhere}");
+    }
+    for reference in ["href=\"", "url("].iter().flat_map(|what| page.split(what).skip(1)) {
+        let inside = reference.starts_with('#') || reference.starts_with("data:");
+        assert!(inside, "the page loads something: {}", &reference[..reference.len().min(80)]);
     }
 }
 
@@ -127,7 +131,8 @@ fn schemes_servers_and_threads_train_alike() {
         ("--scheme auto", ["ps", "sfb", "ps"]),
         ("--scheme ps", ["ps", "ps", "ps"]),
         ("--scheme sfb", ["ps", "sfb", "sfb"]),
-        ("--servers 1", ["ps", "sfb", "ps"]),
+        // One server has all the traffic of three workers: factors pay sooner.
+        ("--servers 1", ["ps", "sfb", "sfb"]),
         ("--servers colocated+1", ["ps", "sfb", "ps"]),
         ("--threads-per-worker 2", ["ps", "sfb", "ps"]),
     ] {

@@ -120,7 +120,7 @@ fn a_partition_that_is_missing_is_named() {
 #[test]
 fn a_model_file_that_is_wrong_is_named_with_its_line_or_layer() {
     let trial = Trial::new();
-    let mut says = |text: &str, words: &[&str]| {
+    let says = |text: &str, words: &[&str]| {
         trial.write("net.toml", text);
         refused_at_once(&trial, "--model net.toml", words);
     };
@@ -222,7 +222,7 @@ fn more_workers_than_the_launcher_started_are_refused() {
 
 #[test]
 fn workers_that_are_not_told_the_same_find_out() {
-    disagree(["--batch 6", "--batch 8"], &["batch size is 6 on worker 0 but 8 on worker 1"]);
+    disagree(["--batch 6", "--batch 8"], &["batch size is", "6 on worker 0", "8 on worker 1"]);
     disagree(["--lr 0.5", "--lr 0.25"], &["learning rate 0.", "the other workers sent 0."]);
     disagree(["--optimizer adam", "--optimizer sgd"], &["worker 0", "worker 1", "adam", "sgd"]);
     disagree(["--model mlp", "--model lenet"], &["worker 0", "worker 1", "'fc1'", "'conv1'"]);

@@ -1,7 +1,9 @@
 //! Images per second of forward and backward on one thread, without an optimizer.
 //!
-//! `cargo run --release -p poseidon-nn --example speed -- [model] [batch] [seconds]`, where model
-//! is the name of a built-in one or a file. bench/peers/torch_engine.py does the same in PyTorch.
+//! Run: cargo run -p poseidon-nn --example speed -- mlp 10 0.2
+//!
+//! The arguments are the name of a built-in model or a file, the batch size, and seconds; for figures
+//! that mean something add `--release`. bench/peers/torch_engine.py does the same in PyTorch.
 
 use poseidon_nn::{Draw, Gradient, Model, Net, Phase};
 use std::error::Error;

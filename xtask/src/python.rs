@@ -1,0 +1,43 @@
+//! The Python package: its environment, its build, its tests.
+
+use crate::command::{command, succeed, works};
+use crate::stages::Outcome;
+use anyhow::{Context, Result};
+use std::env;
+
+const PACKAGE: &str = "bindings/python";
+/// A virtual environment of its own.
+const ENV: &str = "bindings/python/.env";
+/// What has to be importable before the package is built.
+const NEEDS: &str = "import maturin, numpy, pytest, torch";
+
+/// Builds the package into its own environment and runs its tests, and the examples.
+pub(crate) fn test() -> Result<Outcome> {
+    let python = prepare()?;
+    succeed(
+        command(&[&python, "-m", "pytest", "-q", "--durations=3"]).arg(format!("{PACKAGE}/tests")),
+    )?;
+    Ok(Outcome::Passed)
+}
+
+/// The environment's Python, with the package built from this checkout.
+fn prepare() -> Result<String> {
+    let python = format!("{ENV}/bin/python");
+    if !works(&[&python, "-c", NEEDS]) {
+        println!(
+            "installing PyTorch and what the tests need into {ENV}; the first time takes minutes"
+        );
+        succeed(&mut command(&["python3", "-m", "venv", ENV])).context(
+            "python3 with its venv module is needed (Debian: apt-get install python3-venv)",
+        )?;
+        let wanted = format!("{PACKAGE}/requirements-test.txt");
+        succeed(&mut command(&[&python, "-m", "pip", "install", "--quiet", "-r", &wanted]))
+            .context("a package index must be reachable")?;
+    }
+    let here = env::current_dir()?;
+    let manifest = format!("{PACKAGE}/Cargo.toml");
+    let words =
+        [&python, "-m", "maturin", "develop", "--quiet", "--profile", "dev", "-m", &manifest];
+    succeed(command(&words).env("VIRTUAL_ENV", here.join(ENV)))?;
+    Ok(python)
+}
