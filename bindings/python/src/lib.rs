@@ -69,6 +69,9 @@ struct Session {
     inner: Mutex<Option<Arc<poseidon::Session>>>,
 }
 
+/// Name, parameters, scheme, reason, bytes this worker sends a step.
+type PlanRow = (String, usize, String, String, usize);
+
 /// How a session is set up, besides its layers.
 struct Setup {
     optimizer: Optimizer,
@@ -149,7 +152,7 @@ impl Session {
     }
 
     /// How each layer is synchronised: name, parameters, scheme, reason, bytes this worker sends a step.
-    fn plan(&self) -> PyResult<Vec<(String, usize, String, String, usize)>> {
+    fn plan(&self) -> PyResult<Vec<PlanRow>> {
         let session = self.session()?;
         let (book, plan) = (session.book(), session.plan());
         let me = poseidon::NodeId(session.rank());

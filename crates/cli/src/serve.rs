@@ -15,7 +15,7 @@ pub(crate) struct Args {}
 /// Serves to the end of the job.
 pub(crate) fn run(_: Args) -> anyhow::Result<ExitCode> {
     let traffic = poseidon::serve(&Config::from_env()?)?;
-    tracing::info!(sent = traffic.bytes_sent, received = traffic.bytes_received, "served");
+    tracing::debug!(sent = traffic.bytes_sent, received = traffic.bytes_received, "served");
     Ok(ExitCode::SUCCESS)
 }
 

@@ -1,5 +1,7 @@
 //! `poseidon train`: the main job. Trains a net with the built-in engine, on this machine or on many.
 
+mod facts;
+mod inputs;
 mod report;
 mod screen;
 mod settings;
@@ -36,6 +38,10 @@ pub(crate) struct Args {
     #[arg(long)]
     print_config: bool,
 
+    /// Print the model as TOML and stop: a beginning for one of your own.
+    #[arg(long)]
+    print_model: bool,
+
     /// Print report.json on standard output when done, and nothing else there.
     #[arg(long)]
     json: bool,
@@ -60,14 +66,19 @@ pub(crate) fn run(args: Args) -> anyhow::Result<ExitCode> {
         io::stdout().write_all(settings.to_toml()?.as_bytes())?;
         return Ok(ExitCode::SUCCESS);
     }
+    if args.print_model {
+        io::stdout().write_all(toml::to_string(&settings.model()?)?.as_bytes())?;
+        return Ok(ExitCode::SUCCESS);
+    }
     if settings.bare {
         worker::run_alone(&settings, args.json)?;
         return Ok(ExitCode::SUCCESS);
     }
     if args.rank.is_none() && !Config::is_launched() {
         // Better to find out before there are several processes to say so.
+        settings.prepare_report()?;
         settings.check()?;
-        return start_workers(&settings);
+        return start_workers(&args, &settings);
     }
     let variable = |name: &str| match (name, args.rank) {
         ("RANK", Some(rank)) => Some(rank.to_string()),
@@ -89,7 +100,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<ExitCode> {
 }
 
 /// Starts the workers of a job on this machine. Worker 0 draws.
-fn start_workers(settings: &Settings) -> anyhow::Result<ExitCode> {
+fn start_workers(args: &Args, settings: &Settings) -> anyhow::Result<ExitCode> {
     let job = Job::start(Size {
         workers: settings.workers,
         servers: settings.servers,
@@ -99,7 +110,9 @@ fn start_workers(settings: &Settings) -> anyhow::Result<ExitCode> {
     let command = || {
         let mut command: Command = job.own_program();
         command.args(std::env::args_os().skip(1));
-        command.env("POSEIDON_LINK", settings.link.to_string());
+        if let Some(link) = args.flags.link {
+            command.env("POSEIDON_LINK", link.to_string());
+        }
         command
     };
     let mut processes = job.processes(command);
@@ -115,13 +128,14 @@ Examples:
 
   CIFAR-10, with Caffe's quick model:
     poseidon data fetch cifar10
-    poseidon train --model cifar10-quick --data cifar10:DIR --batch 25 --lr 0.02 --epochs 20
+    poseidon train --model cifar10-quick --data cifar10 --batch 25 --epochs 20
 
   What hybrid communication is worth: the same with a parameter server alone:
-    poseidon train --model alexnet-small --data cifar10:DIR --scheme ps
+    poseidon train --model alexnet-small --data cifar10 --scheme ps
 
-  A net of your own (see the models in crates/nn/models for the form):
-    poseidon train --model my-net.toml --data images:photos?size=32x32
+  A net of your own, beginning with one that is built in:
+    poseidon train --model lenet --print-model > my-net.toml
+    poseidon train --model my-net.toml --data 'images:photos?size=28x28'
 
   On two machines, one command each; both need the same secret (POSEIDON_SECRET):
     poseidon train --rank 0 --world 2 --coordinator 10.0.0.1:29600

@@ -79,7 +79,8 @@ fn a_log_has_the_plan_the_epochs_and_where_the_report_is() {
     let run = trial.train("--model small.toml --workers 2 --batch 500 --epochs 2");
     assert_eq!((run.status.code(), run.stderr.as_str()), (Some(0), ""));
     let lines: Vec<_> = run.stdout.lines().collect();
-    assert!(lines[0].starts_with("layer ") && lines[0].ends_with(" why"), "{}", lines[0]);
+    assert!(lines[0].starts_with("small.toml on fashion-mnist-mini: 2 workers"), "{}", lines[0]);
+    assert!(lines[2].starts_with("layer ") && lines[2].ends_with(" why"), "{}", lines[2]);
     for begins in ["conv ", "fc1 ", "fc2 ", "epoch 1/2 ", "epoch 2/2 ", "test accuracy "] {
         assert!(lines.iter().any(|line| line.starts_with(begins)), "{begins}: {}", run.stdout);
     }

@@ -223,7 +223,10 @@ fn more_workers_than_the_launcher_started_are_refused() {
 #[test]
 fn workers_that_are_not_told_the_same_find_out() {
     disagree(["--batch 6", "--batch 8"], &["batch size is", "6 on worker 0", "8 on worker 1"]);
-    disagree(["--lr 0.5", "--lr 0.25"], &["learning rate 0.", "the other workers sent 0."]);
+    disagree(
+        ["--lr 0.5", "--lr 0.25"],
+        &["the learning rate is 0.5 on worker 0 but 0.25 on worker 1"],
+    );
     disagree(["--optimizer adam", "--optimizer sgd"], &["worker 0", "worker 1", "adam", "sgd"]);
     disagree(["--model mlp", "--model lenet"], &["worker 0", "worker 1", "'fc1'", "'conv1'"]);
 }

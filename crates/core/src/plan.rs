@@ -62,14 +62,14 @@ impl Plan {
     /// Layers that go by factors have chunks on shards too: their initial values come from there.
     pub fn new(cluster: &Cluster, layers: &[Layer], rules: Rules) -> Self {
         let mut plans: Vec<LayerPlan> = Vec::with_capacity(layers.len());
-        let mut first_lane = 0;
+        let mut first_lane: u32 = 0;
         for layer in layers {
             let choice = choose(layer, cluster, rules.batch, rules.policy);
             let factors = match (choice.scheme, layer.kind, rules.batch) {
                 (Scheme::Sfb, LayerKind::Fc { m, n }, Some(batch)) => {
-                    let layout = Layout::new((m, n), batch, cluster, rules.chunk, first_lane);
-                    first_lane =
-                        (first_lane + layout.chunks() as u16 % cluster.lanes()) % cluster.lanes();
+                    let lane = (first_lane % u32::from(cluster.lanes())) as u16;
+                    let layout = Layout::new((m, n), batch, cluster, rules.chunk, lane);
+                    first_lane = first_lane.wrapping_add(layout.chunks());
                     Some(layout)
                 }
                 _ => None,

@@ -252,8 +252,10 @@ impl Worker {
         let mut hash = Sha256::new();
         for slot in self.slots.iter().flatten() {
             slot.with_values(|values| {
-                for value in values {
-                    hash.update(value.to_bits().to_le_bytes());
+                // A few kilobytes at a time: hashing number by number takes ten times as long.
+                for values in values.chunks(1024) {
+                    let bytes: Vec<u8> = values.iter().flat_map(|v| v.to_le_bytes()).collect();
+                    hash.update(bytes);
                 }
             });
         }
@@ -284,11 +286,12 @@ impl Worker {
             draw: Draw { seed: self.seed, step: self.step, first: batch.first, total: batch.total },
             phase,
         };
-        let devices = self.nets.len().min(batch.labels.len().max(1));
+        let share = batch.labels.len().div_ceil(self.nets.len()).max(1);
+        // As many as there are shares: a batch need not have one for every device.
+        let devices = batch.labels.len().div_ceil(share).max(1);
         for slot in self.slots.iter().flatten() {
             slot.expect(devices);
         }
-        let share = batch.labels.len().div_ceil(devices);
         let sample = batch.images.len() / batch.labels.len().max(1);
         let parts = batch.labels.chunks(share).zip(batch.images.chunks((share * sample).max(1)));
         if devices == 1 {

@@ -80,11 +80,13 @@ impl Rebuilder {
             let vectors = rule.optimizer.state_vectors();
             self.state.push(vec![vec![0.0; values.len()]; vectors]);
         }
-        self.gradient.resize(values.len(), 0.0);
-        rebuild(&mut self.gradient);
+        // The bias is shorter than a block of weights: the memory stays as long as the longest.
+        self.gradient.resize(self.gradient.len().max(values.len()), 0.0);
+        let gradient = &mut self.gradient[..values.len()];
+        rebuild(gradient);
         rule.optimizer.step(Step {
             parameters: values,
-            sum: &self.gradient,
+            sum: gradient,
             scale: factor,
             rate: rule.rate,
             clock: rule.clock,

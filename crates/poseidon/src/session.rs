@@ -496,25 +496,25 @@ impl Builder {
             )));
         }
         job.optimizer.validate()?;
-        if job.chunk.max < size_of::<f32>() {
-            let got = job.chunk.max;
-            return Err(Error::Config(format!("chunks of {got} bytes: expected at least 4")));
+        let ChunkSize { min, max } = job.chunk;
+        if max < size_of::<f32>() || min > max {
+            let why =
+                format!("chunks of {min} to {max} bytes: expected at least 4, and min <= max");
+            return Err(Error::Config(why));
         }
         for (position, layer) in job.layers.iter().enumerate() {
             if job.layers[..position].iter().any(|l| l.name == layer.name) {
                 return Err(Error::Config(format!("two layers are called '{}'", layer.name)));
             }
-            if let LayerKind::Fc { m, n } = layer.kind
-                && layer.len != m * n
-                && layer.len != m * n + m
-            {
+            if let LayerKind::Fc { m, n } = layer.kind {
+                let weights = m.saturating_mul(n);
                 let (name, len) = (&layer.name, layer.len);
-                return Err(Error::Config(format!(
-                    "layer '{name}' has {m} outputs and {n} inputs: expected {} parameters, or {} \
-                     with a bias, got {len}",
-                    m * n,
-                    m * n + m
-                )));
+                if weights == 0 || (len != weights && len != weights.saturating_add(m)) {
+                    return Err(Error::Config(format!(
+                        "layer '{name}' has {m} outputs and {n} inputs: expected at least 1 of each, and {weights} \
+                         parameters, or {m} more with a bias, got {len}"
+                    )));
+                }
             }
         }
         if job.batch == Some(0) {

@@ -33,7 +33,7 @@ pub(crate) struct Args {
     #[arg(long, value_name = "DIR")]
     cifar: Option<PathBuf>,
     /// Epochs of the convergence part, for one worker and for four
-    #[arg(long, default_value_t = 8, value_parser = clap::value_parser!(u64).range(1..))]
+    #[arg(long, default_value_t = 6, value_parser = clap::value_parser!(u64).range(1..))]
     epochs: u64,
     /// How often what is timed is repeated [default: 5, with --quick 1]
     #[arg(long)]

@@ -73,6 +73,11 @@ impl Screen {
         Self { kind, out, paint, width, epoch: Epoch::default(), bar: None, told: None }
     }
 
+    /// What is about to happen, in one line.
+    pub(crate) fn headline(&mut self, line: &str) {
+        self.lines(&[self.paint.bold(&printable(line)), String::new()]);
+    }
+
     /// The plan as a table.
     pub(crate) fn plan(&mut self, layers: &[LayerReport]) {
         let lines = table::plan(layers, self.width, self.paint);
@@ -128,13 +133,13 @@ impl Screen {
             Some(accuracy) => {
                 format!(
                     "  test acc {}",
-                    self.paint.bold(&format!("{:>7}", units::percent(accuracy)))
+                    self.paint.bold(&format!("{:>6}", units::percent(accuracy)))
                 )
             }
             None => String::new(),
         };
         let line = format!(
-            "epoch {:>digits$}/{}  loss {:>8}  train acc {:>7}{test}  {:>8} img/s  {:>10}",
+            "epoch {:>digits$}/{}  loss {:>7}  train acc {:>6}{test}  {:>6} img/s  {:>7}",
             epoch.epoch,
             self.epoch.of,
             units::loss(epoch.train_loss),

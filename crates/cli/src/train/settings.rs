@@ -1,5 +1,6 @@
 //! What to train and how: flags over a file over defaults.
 
+use super::inputs::Inputs;
 use anyhow::{Context, bail, ensure};
 use poseidon::config::Carriers;
 use poseidon::{Config, Optimizer, Policy, Servers};
@@ -35,9 +36,10 @@ pub(crate) struct Flags {
     #[arg(long, value_name = "L", value_parser = crate::launch::at_least_1, help_heading = CLUSTER)]
     lanes: Option<u16>,
 
-    /// What carries links: 'auto' is shared memory within a machine and TCP between machines.
+    /// What carries links: 'auto' is shared memory within a machine and TCP between machines
+    /// [default: auto, or POSEIDON_LINK].
     #[arg(long, value_name = "auto|tcp|unix", help_heading = CLUSTER)]
-    link: Option<Carriers>,
+    pub(super) link: Option<Carriers>,
 
     /// fashion-cnn, cifar10-quick, alexnet-small, lenet, mlp, or a TOML file of your own
     /// [default: fashion-cnn].
@@ -51,7 +53,7 @@ pub(crate) struct Flags {
 
     /// Whether --data is one data set that all workers share, or this worker's own partition;
     /// '{rank}' in --data then stands for its rank [default: shared].
-    #[arg(long, value_name = "shared|private", help_heading = TASK)]
+    #[arg(long, value_name = "shared|private", hide_possible_values = true, help_heading = TASK)]
     partition: Option<Partition>,
 
     /// Samples per worker and step [default: 32].
@@ -84,7 +86,7 @@ pub(crate) struct Flags {
     seed: Option<u64>,
 
     /// When to test: 'epoch', 'end' or 'never' [default: epoch].
-    #[arg(long, value_name = "WHEN", help_heading = TASK)]
+    #[arg(long, value_name = "WHEN", hide_possible_values = true, help_heading = TASK)]
     test: Option<Test>,
 
     /// How layers are synchronised: 'auto' takes the cheapest exact way for each, 'ps' and 'sfb' force
@@ -98,7 +100,7 @@ pub(crate) struct Flags {
     overlap: Option<Overlap>,
 
     /// Consistency: 'bsp' is all there is so far [default: bsp].
-    #[arg(long, value_name = "bsp", help_heading = SYNC)]
+    #[arg(long, value_name = "bsp", hide_possible_values = true, help_heading = SYNC)]
     sync: Option<Consistency>,
 
     /// Add contributions in rank order, so that a run repeats bit by bit.
@@ -253,12 +255,34 @@ impl Settings {
 
     /// Opens everything, to find out whether it can be.
     pub(crate) fn check(&self) -> anyhow::Result<()> {
-        let model = self.model()?;
-        self.open(Split::Train, 0, &model)?;
-        if self.test != Test::Never {
-            self.open(Split::Test, 0, &model)?;
-        }
-        Ok(())
+        let ranks = match self.partition {
+            Partition::Shared => 1,
+            Partition::Private => self.workers,
+        };
+        (0..ranks).try_for_each(|rank| Inputs::open(self, rank, self.workers).map(drop))
+    }
+
+    /// Makes the report's folder: better to find out now that it cannot be made.
+    pub(crate) fn prepare_report(&self) -> anyhow::Result<()> {
+        let dir = &self.report;
+        ensure!(dir.to_str().is_some(), "the report's folder {dir:?} has a name that is not text");
+        std::fs::create_dir_all(dir)
+            .with_context(|| format!("cannot make the report's folder {}", dir.display()))
+    }
+
+    /// Name and value of what workers must agree on and the session does not compare.
+    pub(crate) fn shared_by_all(&self) -> Vec<(&'static str, String)> {
+        let steps = self.steps.map_or_else(|| "by epochs".into(), |steps| steps.to_string());
+        vec![
+            ("the seed", self.seed.to_string()),
+            ("the number of epochs", self.epochs.to_string()),
+            ("the number of steps", steps),
+            ("the learning rate", self.lr.to_string()),
+            ("the schedule", self.schedule.to_string()),
+            ("when to test", format!("{:?}", self.test).to_lowercase()),
+            ("the partition", format!("{:?}", self.partition).to_lowercase()),
+            ("whether replicas are verified", self.verify_replicas.to_string()),
+        ]
     }
 
     /// The model, built in or read from a file.

@@ -1,61 +1,97 @@
 //! One worker of `poseidon train`: reads, computes, synchronises; rank 0 also shows and reports.
 
+use super::facts::{EpochFacts, FinalFacts, gather};
+use super::inputs::{Course, Inputs};
 use super::report::{
     CurvePoint, EpochReport, LayerReport, NodeReport, Quantiles, Report, Span, Timeline, Track,
     What,
 };
 use super::screen::{Kind, Progress, Screen};
 use super::settings::{Partition, Settings, Test};
-use anyhow::{Context, ensure};
-use poseidon::{Config, LayerId, Session, Traffic};
-use poseidon_nn::data::{self, Evaluation, Loader, Sampler, Samples, Sampling, Split, Transform};
+use anyhow::ensure;
+use poseidon::{Config, LayerId, NodeId, Session, Traffic};
+use poseidon_nn::data::{Evaluation, Loader, Samples, Transform};
 use poseidon_nn::train::{self, TrainError, Worker};
 use poseidon_nn::{Loss, Net};
-use serde::{Deserialize, Serialize};
-use serde_json::Value;
-use std::io;
+use std::io::{self, Write};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 /// Trains as one worker of the job that `config` describes.
 pub(super) fn run(settings: &Settings, config: Config, json: bool) -> anyhow::Result<()> {
-    let model = settings.model()?;
-    let rank = config.node().0;
-    let train = settings.open(Split::Train, rank, &model)?;
-    let task = settings.task(model);
+    let inputs = Inputs::open(settings, config.node().0, config.workers)?;
+    let task = settings.task(inputs.model.clone());
     let builder = Session::builder(config)
         .scheme(settings.scheme)
         .deterministic(settings.deterministic)
         .learning_rate(settings.lr);
     let session = task.describe(builder)?.start()?;
-    let worker = Worker::join(&task, session)?;
-    drive(settings, worker, train, json)
+    drive(settings, Worker::join(&task, session)?, inputs, json)
 }
 
 /// Trains in this process, without Poseidon.
 pub(super) fn run_alone(settings: &Settings, json: bool) -> anyhow::Result<()> {
-    let model = settings.model()?;
-    let train = settings.open(Split::Train, 0, &model)?;
-    let worker = Worker::alone(&settings.task(model))?;
-    drive(settings, worker, train, json)
+    let inputs = Inputs::open(settings, 0, 1)?;
+    let worker = Worker::alone(&settings.task(inputs.model.clone()))?;
+    drive(settings, worker, inputs, json)
 }
 
-fn drive(
-    settings: &Settings,
-    worker: Worker,
-    train: Arc<dyn Samples>,
-    json: bool,
-) -> anyhow::Result<()> {
-    let mut run = Run::new(settings, worker, train, json)?;
+fn drive(settings: &Settings, worker: Worker, inputs: Inputs, json: bool) -> anyhow::Result<()> {
+    let prepared =
+        inputs.agree(settings, &worker).and_then(|Course { transform, sampler, steps }| {
+            let steps_per_epoch = sampler.steps_per_epoch();
+            let loader = Loader::new(inputs.train.clone(), transform.clone(), sampler)?;
+            Ok((loader, transform, steps, steps_per_epoch))
+        });
+    let (loader, transform, steps, steps_per_epoch) = match prepared {
+        Ok(prepared) => prepared,
+        Err(error) => return give_up(worker, error),
+    };
+    let rank = worker.session().map_or(0, Session::rank);
+    let mut run = Run {
+        plan: plan(&worker, &Net::new(&inputs.model, 1)?),
+        before: Before::of(worker.session()),
+        settings,
+        worker,
+        rank,
+        loader,
+        test: inputs.test,
+        transform,
+        screen: screen(rank, json),
+        steps_per_epoch,
+        steps,
+        began: Instant::now(),
+        stepping: Duration::ZERO,
+        step_times: Vec::new(),
+        images: 0,
+        curve: Vec::new(),
+        epochs: Vec::new(),
+        digests: Vec::new(),
+    };
     match run.train() {
         Ok(()) => run.finish(json),
-        Err(error) => {
-            // The others should hear the reason, not that a connection was lost.
-            if let Some(reason) = own_fault(&error) {
-                run.worker.abort(&reason);
-            }
-            Err(error)
-        }
+        Err(error) => give_up(run.worker, error),
+    }
+}
+
+/// Ends this worker, after telling the others why: not that a connection was lost.
+fn give_up(worker: Worker, error: anyhow::Error) -> anyhow::Result<()> {
+    if let Some(reason) = own_fault(&error) {
+        worker.abort(&reason);
+    }
+    Err(error)
+}
+
+/// Rank 0 draws. With `--json`, standard output is for that alone.
+fn screen(rank: u16, json: bool) -> Screen {
+    let kind = match (rank, json) {
+        (0, false) => Kind::detect(),
+        (0, true) if Kind::detect() == Kind::Live => Kind::Live,
+        _ => Kind::Silent,
+    };
+    match json {
+        true => Screen::new(kind, io::stderr()),
+        false => Screen::new(kind, io::stdout()),
     }
 }
 
@@ -95,94 +131,9 @@ struct Before {
     layers: Vec<u64>,
 }
 
-/// What workers tell each other at the end of an epoch.
-#[derive(Serialize, Deserialize)]
-struct EpochFacts {
-    /// Per step: sum of losses and number of samples.
-    losses: Vec<(f64, usize)>,
-    correct: usize,
-    tested: Option<(usize, usize)>,
-}
-
-/// What workers tell each other at the end.
-#[derive(Serialize, Deserialize)]
-struct FinalFacts {
-    node: NodeReport,
-    layers: Vec<u64>,
-    digest: String,
-    digests: Vec<String>,
-    hidden: f64,
-}
-
-impl<'a> Run<'a> {
-    fn new(
-        settings: &'a Settings,
-        worker: Worker,
-        train: Arc<dyn Samples>,
-        json: bool,
-    ) -> anyhow::Result<Self> {
-        let session = worker.session();
-        let rank = session.map_or(0, Session::rank);
-        let ranks = session.map_or(1, Session::workers);
-        let model = settings.model()?;
-        let test = match settings.test {
-            Test::Never => None,
-            Test::Epoch | Test::End => Some(settings.open(Split::Test, rank, &model)?),
-        };
-        let transform = Transform::from_samples(&*train)?;
-        let partition = match settings.partition {
-            Partition::Shared => data::Partition::Shared,
-            Partition::Private => {
-                let sizes = gather(&worker, "partition", &train.len())?;
-                let smallest = sizes.into_iter().min().unwrap_or(train.len());
-                data::Partition::Private { smallest }
-            }
-        };
-        let sampler = Sampler::new(Sampling {
-            samples: train.len(),
-            rank: rank.into(),
-            ranks,
-            batch: settings.batch as usize,
-            seed: settings.seed,
-            partition,
-        })?;
-        let steps_per_epoch = sampler.steps_per_epoch();
-        let steps = settings.steps.unwrap_or(settings.epochs * steps_per_epoch);
-        let loader = Loader::new(train, transform.clone(), sampler)?;
-        let kind = match (rank, json) {
-            (0, false) => Kind::detect(),
-            (0, true) if Kind::detect() == Kind::Live => Kind::Live,
-            _ => Kind::Silent,
-        };
-        let screen = match json {
-            true => Screen::new(kind, io::stderr()),
-            false => Screen::new(kind, io::stdout()),
-        };
-        let plan = plan(&worker, &Net::new(&model, 1)?);
-        let before = Before::of(worker.session());
-        Ok(Self {
-            settings,
-            worker,
-            rank,
-            loader,
-            test,
-            transform,
-            screen,
-            plan,
-            steps_per_epoch,
-            steps,
-            before,
-            began: Instant::now(),
-            stepping: Duration::ZERO,
-            step_times: Vec::new(),
-            images: 0,
-            curve: Vec::new(),
-            epochs: Vec::new(),
-            digests: Vec::new(),
-        })
-    }
-
+impl Run<'_> {
     fn train(&mut self) -> anyhow::Result<()> {
+        self.screen.headline(&self.headline());
         self.screen.plan(&self.plan);
         self.began = Instant::now();
         let epochs = self.steps.div_ceil(self.steps_per_epoch);
@@ -195,6 +146,13 @@ impl<'a> Run<'a> {
         Ok(())
     }
 
+    fn headline(&self) -> String {
+        let Settings { model, data, batch, .. } = self.settings;
+        let workers = self.worker.session().map_or(1, Session::workers);
+        let (workers, much) = (super::report::units::plural(workers as u64, "worker"), self.steps);
+        format!("{model} on {data}: {workers} with batches of {batch}, {much} steps")
+    }
+
     /// Takes `steps` steps, then tests and tells the others.
     fn epoch(&mut self, steps: u64) -> anyhow::Result<()> {
         let began = Instant::now();
@@ -203,6 +161,7 @@ impl<'a> Run<'a> {
         let mut total = Loss::default();
         let mut losses = Vec::new();
         let mut times = Vec::new();
+        let mut digests = Vec::new();
         for step in 0..steps {
             let start = Instant::now();
             let batch = self.loader.next()?;
@@ -210,7 +169,7 @@ impl<'a> Run<'a> {
             let rate = self.settings.schedule.at(self.settings.lr, self.worker.steps());
             let loss = self.worker.step(&batch, rate)?;
             if self.settings.verify_replicas {
-                self.digests.push(self.worker.digest()?);
+                digests.push(self.worker.digest()?);
             }
             total += loss;
             losses.push((loss.sum, loss.count));
@@ -235,8 +194,10 @@ impl<'a> Run<'a> {
         let test = self.settings.test == Test::Epoch || (self.settings.test == Test::End && done);
         let tested = if test { self.evaluate()? } else { None };
         let topic = format!("epoch {}", self.epochs.len());
-        let facts = EpochFacts { losses, correct: total.correct, tested };
+        let digests = std::mem::take(&mut digests);
+        let facts = EpochFacts { losses, correct: total.correct, tested, digests };
         let facts = gather(&self.worker, &topic, &facts)?;
+        check_replicas(first, &facts)?;
         self.note_epoch(first, &facts, &times, spent);
         self.step_times.extend(times);
         Ok(())
@@ -289,6 +250,7 @@ impl<'a> Run<'a> {
             test_accuracy: (tested > 0).then(|| right as f64 / tested as f64),
             images_per_second: count as f64 / spent.as_secs_f64(),
         };
+        self.digests.extend(facts.first().into_iter().flat_map(|worker| worker.digests.clone()));
         self.screen.epoch_end(&epoch);
         self.epochs.push(epoch);
     }
@@ -302,11 +264,16 @@ impl<'a> Run<'a> {
         let report = (self.rank == 0).then(|| self.report(seconds, &all, timeline)).transpose()?;
         self.worker.finish()?;
         let Some(report) = report else { return Ok(()) };
-        let page = report.write(&self.settings.report)?;
+        let page = self.settings.report.join(REPORT_PAGE);
         self.screen.finish(&report, &page);
         if json {
-            println!("{}", serde_json::to_string_pretty(&report)?);
+            let text = serde_json::to_string_pretty(&report)?;
+            match writeln!(io::stdout(), "{text}") {
+                Err(e) if e.kind() == io::ErrorKind::BrokenPipe => {} // the reader has seen enough
+                other => other?,
+            }
         }
+        report.write(&self.settings.report)?;
         Ok(())
     }
 
@@ -326,7 +293,6 @@ impl<'a> Run<'a> {
             },
             layers: layers.collect(),
             digest,
-            digests: std::mem::take(&mut self.digests),
             hidden: stats.hidden_fraction(),
         })
     }
@@ -344,13 +310,6 @@ impl<'a> Run<'a> {
                 theirs == mine,
                 "worker {rank} ended with other parameters than worker 0: {theirs} against {mine}"
             );
-            for (step, (theirs, mine)) in other.digests.iter().zip(&workers[0].digests).enumerate()
-            {
-                ensure!(
-                    theirs == mine,
-                    "worker {rank} differs from worker 0 after step {step}: {theirs} against {mine}"
-                );
-            }
         }
         let settings = self.settings;
         let mut layers = std::mem::take(&mut self.plan);
@@ -376,7 +335,7 @@ impl<'a> Run<'a> {
             test_accuracy: self.epochs.last().and_then(|epoch| epoch.test_accuracy),
             overlap_hidden_fraction: mean(|w| w.hidden),
             parameter_digest: workers[0].digest.clone(),
-            digests: workers[0].digests.clone(),
+            digests: std::mem::take(&mut self.digests),
             scheme: settings.scheme.to_string(),
             overlap: settings.overlap.to_string(),
             seed: settings.seed,
@@ -421,16 +380,31 @@ impl Before {
     }
 }
 
-/// The plan, layer by layer. What it predicts for a step is this worker's share.
+/// All replicas must be equal after every step.
+fn check_replicas(first: u64, workers: &[EpochFacts]) -> anyhow::Result<()> {
+    for (rank, worker) in workers.iter().enumerate() {
+        for (step, (theirs, mine)) in worker.digests.iter().zip(&workers[0].digests).enumerate() {
+            ensure!(
+                theirs == mine,
+                "worker {rank} differs from worker 0 after step {}: {theirs} against {mine}",
+                first + step as u64
+            );
+        }
+    }
+    Ok(())
+}
+
+/// The plan, layer by layer. What it predicts for a step is the mean over all workers.
 fn plan(worker: &Worker, net: &Net) -> Vec<LayerReport> {
     let layers = net.layers().iter().filter(|layer| layer.parameters > 0);
     let rows = layers.enumerate().map(|(position, layer)| {
         let id = LayerId(position as u32);
         let planned = worker.session().and_then(|session| {
             let choice = session.plan().choice(id)?.clone();
-            let me = poseidon::NodeId(session.rank());
-            let bytes = session.plan().bytes_sent(&session.book().cluster, me, id);
-            Some((choice.scheme.to_string(), choice.reason, bytes as u64))
+            let cluster = &session.book().cluster;
+            let bytes = |node: NodeId| session.plan().bytes_sent(cluster, node, id) as u64;
+            let mean = cluster.worker_ids().map(bytes).sum::<u64>() / cluster.workers() as u64;
+            Some((choice.scheme.to_string(), choice.reason, mean))
         });
         let (scheme, reason, bytes_sent_per_step) =
             planned.unwrap_or_else(|| ("none".into(), "trained without Poseidon".into(), 0));
@@ -446,26 +420,19 @@ fn plan(worker: &Worker, net: &Net) -> Vec<LayerReport> {
     rows.collect()
 }
 
-/// Every worker's `value`, in rank order.
-fn gather<T: Serialize + for<'de> Deserialize<'de>>(
-    worker: &Worker,
-    topic: &str,
-    value: &T,
-) -> anyhow::Result<Vec<T>> {
-    let value = serde_json::to_value(value)?;
-    let all = match worker.session() {
-        Some(session) => session.gather(topic, &value)?,
-        None => vec![value],
-    };
-    let parse = |value: Value| serde_json::from_value(value);
-    all.into_iter()
-        .map(parse)
-        .collect::<Result<_, _>>()
-        .with_context(|| format!("gathering '{topic}'"))
-}
-
 /// How to do this again.
 fn command() -> String {
-    let words = std::env::args().skip(1);
+    let word = |word: std::ffi::OsString| {
+        let word = word.to_string_lossy().into_owned();
+        let plain = |c: char| c.is_ascii_alphanumeric() || "-_=.,:/+".contains(c);
+        if !word.is_empty() && word.chars().all(plain) {
+            return word;
+        }
+        format!("'{}'", word.replace('\'', "'\\''"))
+    };
+    let words = std::env::args_os().skip(1).map(word);
     std::iter::once("poseidon".to_owned()).chain(words).collect::<Vec<_>>().join(" ")
 }
+
+/// What [`Report::write`] calls the page.
+const REPORT_PAGE: &str = "report.html";

@@ -17,8 +17,8 @@ const CASES: [(u64, u64); 2] = [(1, 100), (4, 25)];
 
 const IMAGES: u64 = 50_000;
 
-/// Found by trying: few epochs, and both curves cross while they are steep.
-const RULE: &str = "--lr 0.05 --optimizer sgd:momentum=0.9,weight-decay=0.001";
+/// Found by trying: with 0.05 and a warm-up of 100 steps, one worker needs half an epoch more.
+const RULE: &str = "--lr 0.02 --optimizer sgd:momentum=0.9,weight-decay=0.001";
 
 /// Trains CIFAR-10 quick with one worker and with four.
 pub(super) fn run(lab: &Lab) -> Result<Finding> {
@@ -31,8 +31,7 @@ pub(super) fn run(lab: &Lab) -> Result<Finding> {
         true => "--steps 40".to_owned(),
         false => format!("--epochs {}", lab.epochs),
     };
-    let settings =
-        format!("{RULE} --schedule cosine:steps={},warmup=100", lab.epochs * steps_per_epoch);
+    let settings = format!("{RULE} --schedule cosine:steps={}", lab.epochs * steps_per_epoch);
     let mut reports = Vec::new();
     for (workers, batch) in CASES {
         println!("{} with batch {batch} each, {length}", workers_are(workers));

@@ -16,8 +16,10 @@ use anyhow::{Context, Result};
 /// room to spare. A sample that is left out or counted twice makes 1e-2 in the first step.
 const ROUNDING: f64 = 1e-5;
 
-/// How many times further apart than the order of additions alone may take them.
-const SLACK: f64 = 2.0;
+/// How many times further apart than the order of additions alone takes them curves of a net with kinks
+/// may be. Which kink flips first is chance: in tries on four nets, curves that had parted were from 0.2 to
+/// 1.7 times as far apart.
+const SLACK: f64 = 3.0;
 
 const SMOOTH: &str = include_str!("smooth.toml");
 const SCHEMES: [&str; 3] = ["ps", "sfb", "auto"];
@@ -38,8 +40,8 @@ pub(super) fn run(lab: &Lab) -> Result<Finding> {
     let whole = WORKERS * BATCH;
     let mut text = format!(
         "Losses of {WORKERS} workers with batch {BATCH} against those of one worker with batch {whole}, {steps} steps, \
-         --deterministic: the largest relative difference. The replicas were compared after every step. `smooth` has \
-         no ReLU and no max pooling; rounding does not grow in it. `{WORKERS} threads` is one worker whose threads add \
+         --deterministic: the largest relative difference. The replicas were compared after every step. `smooth` \
+         has dropout but no ReLU and no max pooling; rounding does not grow in it. `{WORKERS} threads` is one worker whose threads add \
          up their gradients in the order in which servers add those of {WORKERS} workers: what the order of additions \
          alone makes of a net with kinks.\n\n\
          | net | | largest difference | within 1e-5 for | same bits as {WORKERS} threads | again the same bits |\n\
@@ -50,7 +52,7 @@ pub(super) fn run(lab: &Lab) -> Result<Finding> {
     }
     text += "\n![differences](exactness.svg)\n";
     if nets.len() < 3 {
-        text += "\nWithout CIFAR-10, no net with dropout was compared.\n";
+        text += "\nWithout CIFAR-10, alexnet-small was not compared.\n";
     }
     Ok(Finding { text, verdicts: nets.iter().flat_map(Net::verdicts).collect() })
 }

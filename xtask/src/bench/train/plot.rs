@@ -82,13 +82,19 @@ fn draw_lines(panel: &Panel, area: &Area<'_>) -> Result<(), DrawError> {
     let (left, right) = range(points().map(|point| point.0));
     let (low, high) = range(points().map(|point| height(point.1)));
     let room = (high - low) * 0.08;
+    // The legend goes where the lines are not.
+    let ends =
+        panel.series.first().and_then(|series| series.points.first().zip(series.points.last()));
+    let corner = match ends {
+        Some((first, last)) if first.1 > last.1 => SeriesLabelPosition::UpperRight,
+        _ => SeriesLabelPosition::LowerRight,
+    };
     let mut chart = ChartBuilder::on(area)
         .caption(&panel.title, ("sans-serif", 18))
         .margin(12)
         .x_label_area_size(42)
         .y_label_area_size(66)
-        // Room above the lines for the legend.
-        .build_cartesian_2d(left..right, low - room..high + room * 3.0)?;
+        .build_cartesian_2d(left..right, low - room..high + room)?;
     chart
         .configure_mesh()
         .light_line_style(TRANSPARENT)
@@ -120,7 +126,7 @@ fn draw_lines(panel: &Panel, area: &Area<'_>) -> Result<(), DrawError> {
     }
     chart
         .configure_series_labels()
-        .position(SeriesLabelPosition::UpperLeft)
+        .position(corner)
         .background_style(WHITE.mix(0.85))
         .border_style(BLACK.mix(0.2))
         .label_font(("sans-serif", 13))

@@ -52,7 +52,8 @@ fn report(bytes: u64) -> Report {
     let json = serde_json::json!({
         "model": "lenet", "data": "mnist", "workers": 2, "servers": "colocated",
         "threads_per_worker": 1, "batch": 64, "steps": 938, "epochs": 1.0, "seconds": 12.0,
-        "images_per_second": 10_006.0, "final_loss": null, "test_accuracy": 0.981,
+        "images_per_second": 10_006.0, "step_seconds": {"median": 0.1, "p10": 0.1, "p90": 0.1},
+        "final_loss": null, "test_accuracy": 0.981,
         "overlap_hidden_fraction": 0.83, "parameter_digest": "00ff", "scheme": "hybrid",
         "overlap": "on", "seed": 1, "deterministic": false, "version": "0.1.0", "command": "",
         "layers": [{
@@ -79,7 +80,7 @@ fn a_log_has_a_line_now_and_then_and_one_for_each_epoch() {
         log.text(),
         "epoch  1/10  step 10/300  loss 0.5000  acc 90.0 %  1,234 img/s  1 min 01 s left\n\
          epoch  1/10  step 20/300  loss 0.5000  acc 90.0 %  1,234 img/s  1 min 01 s left\n\
-         epoch  1/10  loss   0.5000  train acc  90.0 %  test acc  95.0 %     1,234 img/s      12.0 s\n"
+         epoch  1/10  loss  0.5000  train acc 90.0 %  test acc 95.0 %   1,234 img/s   12.0 s\n"
     );
 }
 

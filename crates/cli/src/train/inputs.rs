@@ -1,0 +1,79 @@
+//! What a worker reads: its samples, and in which order.
+
+use super::facts::{StartFacts, gather};
+use super::settings::{Partition, Settings, Test};
+use anyhow::ensure;
+use poseidon_nn::Model;
+use poseidon_nn::data::{self, Sampler, Samples, Sampling, Split, Statistics, Transform};
+use poseidon_nn::train::Worker;
+use std::sync::Arc;
+
+/// Everything that can be opened and checked before other workers are met.
+pub(super) struct Inputs {
+    pub(super) model: Model,
+    pub(super) train: Arc<dyn Samples>,
+    pub(super) test: Option<Arc<dyn Samples>>,
+    sampling: Sampling,
+}
+
+/// What all workers have agreed on.
+pub(super) struct Course {
+    pub(super) transform: Transform,
+    pub(super) sampler: Sampler,
+    pub(super) steps: u64,
+}
+
+impl Inputs {
+    pub(super) fn open(settings: &Settings, rank: u16, ranks: u16) -> anyhow::Result<Self> {
+        let model = settings.model()?;
+        let train = settings.open(Split::Train, rank, &model)?;
+        let test = match settings.test {
+            Test::Never => None,
+            Test::Epoch | Test::End => Some(settings.open(Split::Test, rank, &model)?),
+        };
+        let partition = match settings.partition {
+            Partition::Shared => data::Partition::Shared,
+            Partition::Private => data::Partition::Private { smallest: train.len() },
+        };
+        let sampling = Sampling {
+            samples: train.len(),
+            rank: rank.into(),
+            ranks: ranks.into(),
+            batch: settings.batch as usize,
+            seed: settings.seed,
+            partition,
+        };
+        // A batch that does not fit is found here, not after memory for it was made.
+        Sampler::new(sampling)?;
+        Ok(Self { model, train, test, sampling })
+    }
+
+    /// Compares notes with the other workers.
+    pub(super) fn agree(&self, settings: &Settings, worker: &Worker) -> anyhow::Result<Course> {
+        let statistics = Statistics::of(&*self.train, Transform::SAMPLES)?;
+        let facts = StartFacts::new(settings, self.train.len(), statistics);
+        let all = gather(worker, "start", &facts)?;
+        StartFacts::agree(&all)?;
+        let mut sampling = self.sampling;
+        match &mut sampling.partition {
+            data::Partition::Shared => {
+                for (rank, worker) in all.iter().enumerate() {
+                    let (expected, got) = (all[0].samples, worker.samples);
+                    ensure!(
+                        got == expected,
+                        "{} has {expected} samples on worker 0 but {got} on worker {rank}",
+                        settings.data
+                    );
+                }
+            }
+            data::Partition::Private { smallest } => {
+                *smallest = all.iter().map(|w| w.samples).min().unwrap_or(*smallest);
+            }
+        }
+        let sampler = Sampler::new(sampling)?;
+        let epochs = settings.epochs.saturating_mul(sampler.steps_per_epoch());
+        let steps = settings.steps.unwrap_or(epochs);
+        let transform = Transform::from_statistics(&StartFacts::pool(&all));
+        Ok(Course { transform, sampler, steps })
+    }
+}
