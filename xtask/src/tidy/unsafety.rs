@@ -9,6 +9,7 @@ const UNSAFE_FILES: &[(&str, &str)] = &[
     ("crates/nn/src/gemm.rs", "the matrix product"),
     ("crates/nn/src/data/mapped.rs", "data files that workers of one host share"),
     ("crates/nn/src/data/lmdb.rs", "opening a database that others may map too"),
+    ("bindings/python/src/lib.rs", "tensors of Python programs, by address"),
     ("crates/link/src/shared.rs", "rings in memory two processes share"),
     ("crates/cli/src/orphan.rs", "a hook between fork and exec"),
 ];
