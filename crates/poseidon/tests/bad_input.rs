@@ -132,7 +132,7 @@ fn jobs_that_make_no_sense() {
     let twins = vec![Layer::new("fc", 1), Layer::new("fc", 2)];
     says(refused(alone(), &Job { layers: twins, ..job() }), &["two layers are called 'fc'"]);
     let nothing = Job { chunk: ChunkSize { min: 0, max: 0 }, ..job() };
-    says(refused(alone(), &nothing), &["chunks of 0 bytes: expected at least 4"]);
+    says(refused(alone(), &nothing), &["chunks of 0 to 0 bytes: expected at least 4"]);
     let mut optimizer = Optimizer::sgd();
     if let Optimizer::Sgd { momentum, .. } = &mut optimizer {
         *momentum = f32::NAN;

@@ -103,7 +103,8 @@ fn draw_lines(panel: &Panel, area: &Area<'_>) -> Result<(), DrawError> {
         .y_desc(&panel.y)
         .x_labels(8)
         .y_labels(8)
-        .x_label_formatter(&|x| format!("{x:.0}"))
+        // Steps and epochs are whole.
+        .x_label_formatter(&|x| if x.fract() == 0.0 { format!("{x:.0}") } else { String::new() })
         .y_label_formatter(&|y| match panel.logarithmic {
             true => format!("{:.0e}", 10f64.powf(*y)),
             false => number(*y),
