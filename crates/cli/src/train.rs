@@ -76,8 +76,8 @@ pub(crate) fn run(args: Args) -> anyhow::Result<ExitCode> {
     }
     if args.rank.is_none() && !Config::is_launched() {
         // Better to find out before there are several processes to say so.
-        settings.prepare_report()?;
         settings.check()?;
+        settings.prepare_report()?;
         return start_workers(&args, &settings);
     }
     let variable = |name: &str| match (name, args.rank) {

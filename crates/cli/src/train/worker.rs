@@ -47,10 +47,15 @@ fn drive(settings: &Settings, worker: Worker, inputs: Inputs, json: bool) -> any
         Ok(prepared) => prepared,
         Err(error) => return give_up(worker, error),
     };
+    let before = Before::of(worker.session());
+    // Nobody sends before everybody has counted.
+    if let Err(error) = gather(&worker, "counted", &()) {
+        return give_up(worker, error);
+    }
     let rank = worker.session().map_or(0, Session::rank);
     let mut run = Run {
         plan: plan(&worker, &Net::new(&inputs.model, 1)?),
-        before: Before::of(worker.session()),
+        before,
         settings,
         worker,
         rank,
