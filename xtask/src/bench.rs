@@ -1,5 +1,6 @@
 //! `cargo xtask bench`: measurements beside the peers, each recorded as a dated folder.
 
+mod cluster;
 mod contender;
 mod environment;
 mod exchange;

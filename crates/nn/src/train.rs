@@ -145,7 +145,7 @@ impl Worker {
             session.broadcast(slot.id, values.into())?;
         }
         for slot in slots.iter().flatten() {
-            slot.put(session.receive(slot.id)?);
+            slot.fill(session.receive(slot.id)?.result);
         }
         Ok(Self::new(task, Sync::Poseidon(Box::new(session)), nets, slots))
     }

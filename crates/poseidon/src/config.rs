@@ -128,10 +128,7 @@ impl Config {
 
     /// Whether a launcher has started this process as one of several.
     pub fn is_launched() -> bool {
-        let set = |name| std::env::var_os(name).is_some();
-        set("WORLD_SIZE")
-            || set("OMPI_COMM_WORLD_RANK")
-            || (set("SLURM_PROCID") && set("SLURM_STEP_ID"))
+        Env(&|name| std::env::var(name).ok()).launcher().is_some()
     }
 
     /// The only worker of its own job, on this machine.
@@ -222,6 +219,14 @@ fn default_lanes(processes_on_host: u16) -> u16 {
 
 struct Env<'a>(&'a dyn Fn(&str) -> Option<String>);
 
+/// What is known by its environment. `poseidon launch` sets torchrun's.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Launcher {
+    Torchrun,
+    OpenMpi,
+    Slurm,
+}
+
 /// Where a launcher has put this process.
 struct Place {
     rank: u16,
@@ -244,8 +249,21 @@ impl Env<'_> {
         self.parse(name)?.ok_or_else(missing)
     }
 
+    /// Who has started this process, if anybody did.
+    fn launcher(&self) -> Option<Launcher> {
+        let set = |name| self.0(name).is_some();
+        if set("WORLD_SIZE") {
+            return Some(Launcher::Torchrun);
+        }
+        if set("OMPI_COMM_WORLD_RANK") {
+            return Some(Launcher::OpenMpi);
+        }
+        (set("SLURM_PROCID") && set("SLURM_STEP_ID")).then_some(Launcher::Slurm)
+    }
+
     fn place(&self) -> Result<Place, Error> {
-        if self.0("WORLD_SIZE").is_some() {
+        let launcher = self.launcher();
+        if launcher == Some(Launcher::Torchrun) {
             let server = self.0("POSEIDON_SERVER").is_some();
             let rank = if server { 0 } else { self.need("RANK", "WORLD_SIZE")? };
             let workers = self.need("WORLD_SIZE", "WORLD_SIZE")?;
@@ -253,7 +271,7 @@ impl Env<'_> {
             let job = self.0("TORCHELASTIC_RUN_ID").unwrap_or_else(|| "torchrun".into());
             return Ok(Place { rank, workers, local, coordinator: self.beside_master(), job });
         }
-        if self.0("OMPI_COMM_WORLD_RANK").is_some() {
+        if launcher == Some(Launcher::OpenMpi) {
             let rank = self.need("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_RANK")?;
             let workers = self.need("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK")?;
             let local: u16 = self.need("OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_COMM_WORLD_RANK")?;
@@ -261,7 +279,7 @@ impl Env<'_> {
             let host = if local == workers { Some("127.0.0.1".into()) } else { self.mpirun_host() };
             return Ok(Place { rank, workers, local, coordinator: self.on_host(host, &job), job });
         }
-        if self.0("SLURM_PROCID").is_some() && self.0("SLURM_STEP_ID").is_some() {
+        if launcher == Some(Launcher::Slurm) {
             let rank = self.need("SLURM_PROCID", "SLURM_PROCID")?;
             let workers: u16 = self.need("SLURM_NTASKS", "SLURM_PROCID")?;
             let nodes: u16 = self.parse("SLURM_STEP_NUM_NODES")?.unwrap_or(1).max(1);

@@ -2,11 +2,12 @@
 //!
 //! Every node is a network namespace whose port is limited both ways (`bench/vcluster.sh`).
 
+use super::cluster::{self, Cluster};
 use super::measurement::{Measurement, median};
 use super::size::Size;
 use super::{environment, record};
-use crate::command::{command, output, output_within, succeed, works};
-use anyhow::{Context, Result, bail};
+use crate::command::output_within;
+use anyhow::{Context, Result};
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -46,15 +47,12 @@ pub(crate) struct Args {
 const TARGET: f64 = 0.94;
 
 const LIMIT: Duration = Duration::from_secs(300);
-const SCRIPT: &str = "bench/vcluster.sh";
 const CSV_HEADER: &str = "round,contender,nodes,bytes,iters,mbit,congestion,median_s,p10_s,p90_s,\
     cpu_s_per_iter,least_wire_bytes_per_iter";
 
 /// Measures, and writes the record.
 pub(crate) fn run(args: &Args) -> Result<()> {
-    if !environment::is_root() || !works(&["ip", "-V"]) || !works(&["tc", "-V"]) {
-        bail!("network namespaces need root and iproute2 (Debian: apt-get install iproute2)");
-    }
+    cluster::check()?;
     environment::build_poseidon()?;
     let mut contenders = vec![("poseidon", poseidon_words())];
     let mut python = String::new();
@@ -68,13 +66,12 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     record::write(&folder, "machine.txt", &record::machine(&python))?;
     record::write(&folder, "command.txt", &format!("{}\n", record::command_line()))?;
 
-    let cluster = Cluster::up(args)?;
+    let cluster = Cluster::up(args.nodes, args.mbit, Some(&args.congestion))?;
     let mut results = Vec::new();
     let mut csv = format!("{CSV_HEADER}\n");
     for round in 1..=args.rounds {
         for (name, words) in &contenders {
-            let result = cluster
-                .measure(words, args)
+            let result = measure(&cluster, words, args)
                 .with_context(|| format!("round {round}, {name} on {} nodes", args.nodes))?;
             println!(
                 "round {round}  {name:<9} {:.3} s  payload {:.1}%  wire {:.1}%",
@@ -185,61 +182,27 @@ fn poseidon_words() -> Vec<String> {
     [&poseidon, "bench", "exchange", "--in-cluster", "--json"].map(str::to_owned).to_vec()
 }
 
-/// The namespaces, taken down when this goes out of scope.
-struct Cluster;
-
-impl Cluster {
-    fn up(args: &Args) -> Result<Self> {
-        // Made first, so that a half-built cluster is taken down as well.
-        let cluster = Self;
-        let rate = format!("{}mbit", args.mbit);
-        let mut up = command(&[SCRIPT, "up", &args.nodes.to_string(), &rate]);
-        succeed(up.env("CONGESTION", &args.congestion))?;
-        Ok(cluster)
-    }
-
-    /// Runs a contender twice: the bytes of a run with one iteration are taken off, so that
-    /// rendezvous, warm-up and barriers do not count as use of the link.
-    fn measure(&self, words: &[String], args: &Args) -> Result<Linked> {
-        let (_, without) = self.exchange(words, args, 1)?;
-        let (measurement, with) = self.exchange(words, args, 1 + args.iters)?;
-        let least = grown(&without, &with).min().unwrap_or(0);
-        Ok(Linked { measurement, wire: least as f64 / args.iters as f64 })
-    }
-
-    /// One run, and the bytes every port carried in it.
-    fn exchange(
-        &self,
-        words: &[String],
-        args: &Args,
-        iters: u64,
-    ) -> Result<(Measurement, Vec<u64>)> {
-        let before = self.carried()?;
-        let mut all = command(&[SCRIPT, "all"]);
-        all.args(words).args(["--bytes", &args.bytes.0.to_string(), "--iters", &iters.to_string()]);
-        // The namespaces reach nobody else, so the secret protects nothing; nodes only have to agree.
-        all.env("POSEIDON_SECRET", "bench links");
-        let measurement = Measurement::find(&output_within(&mut all, LIMIT)?)?;
-        Ok((measurement, grown(&before, &self.carried()?).collect()))
-    }
-
-    fn carried(&self) -> Result<Vec<u64>> {
-        byte_counts(&output(&[SCRIPT, "bytes"])?)
-    }
+/// Runs a contender twice: the bytes of a run with one iteration are taken off, so that rendezvous,
+/// warm-up and barriers do not count as use of the link.
+fn measure(cluster: &Cluster, words: &[String], args: &Args) -> Result<Linked> {
+    let (_, without) = exchange(cluster, words, args, 1)?;
+    let (measurement, with) = exchange(cluster, words, args, 1 + args.iters)?;
+    let least = grown(&without, &with).min().unwrap_or(0);
+    Ok(Linked { measurement, wire: least as f64 / args.iters as f64 })
 }
 
-impl Drop for Cluster {
-    fn drop(&mut self) {
-        if !works(&[SCRIPT, "down"]) {
-            eprintln!("some namespaces are left; `{SCRIPT} down` removes them");
-        }
-    }
-}
-
-/// What `vcluster.sh bytes` prints: both directions of every port.
-fn byte_counts(text: &str) -> Result<Vec<u64>> {
-    let count = |word: &str| word.parse().with_context(|| format!("not a byte count: `{word}`"));
-    text.split_whitespace().map(count).collect()
+/// One run, and the bytes every port carried in it.
+fn exchange(
+    cluster: &Cluster,
+    words: &[String],
+    args: &Args,
+    iters: u64,
+) -> Result<(Measurement, Vec<u64>)> {
+    let before = cluster.carried()?;
+    let mut all = cluster.on_every_node();
+    all.args(words).args(["--bytes", &args.bytes.0.to_string(), "--iters", &iters.to_string()]);
+    let measurement = Measurement::find(&output_within(&mut all, LIMIT)?)?;
+    Ok((measurement, grown(&before, &cluster.carried()?).collect()))
 }
 
 fn grown(before: &[u64], after: &[u64]) -> impl Iterator<Item = u64> {
@@ -287,9 +250,7 @@ mod tests {
     }
 
     #[test]
-    fn byte_counts_are_read_and_garbage_is_named() {
-        let (before, after) = (byte_counts("10 20\n5 7\n").unwrap(), [13, 22, 9, 8]);
-        assert_eq!(grown(&before, &after).collect::<Vec<_>>(), [3, 2, 4, 1]);
-        assert!(byte_counts("10 20\noops\n").unwrap_err().to_string().contains("oops"));
+    fn bytes_of_a_run_are_what_the_counts_grew_by() {
+        assert_eq!(grown(&[10, 20, 5, 7], &[13, 22, 9, 8]).collect::<Vec<_>>(), [3, 2, 4, 1]);
     }
 }

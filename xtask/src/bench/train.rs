@@ -4,7 +4,6 @@
 //! Every part runs the shipped command and reads its report. Its runs go to a file of JSON lines, its
 //! findings to the summary.
 
-mod cluster;
 mod convergence;
 mod exactness;
 mod formula;
@@ -82,7 +81,7 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     }
     let wanted = |part| parts.contains(&part);
     if wanted(Part::Hybrid) || wanted(Part::Traffic) {
-        cluster::check()?;
+        crate::bench::cluster::check()?;
     }
     if args.cifar.is_none() && args.only.contains(&Part::Convergence) {
         bail!("convergence needs --cifar DIR (`poseidon data fetch cifar10` downloads it)");

@@ -1,7 +1,7 @@
 //! `poseidon train` in a folder of its own, with a deadline.
 
 // Every test file uses its own part of this.
-#![allow(dead_code)]
+#![allow(dead_code, reason = "each test file uses a part of it")]
 
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;

@@ -4,7 +4,6 @@ use super::log::{Log, What};
 use super::{Sync, TrainError};
 use crate::net::Factors;
 use crate::{Gradient, Net};
-use poseidon::session::Received;
 use poseidon::{Buffer, Clock, LayerId, Optimizer, Scheme, Session};
 use poseidon_core::optim::{self, Step};
 use std::ops::Deref;
@@ -139,11 +138,7 @@ impl Slot {
         Ok(())
     }
 
-    /// Keeps what came back.
-    pub(super) fn put(&self, received: Received) {
-        self.fill(received.result);
-    }
-
+    /// Keeps these as the layer's parameters.
     pub(super) fn fill(&self, values: Buffer) {
         *self.values.write().unwrap_or_else(PoisonError::into_inner) = Some(values);
     }

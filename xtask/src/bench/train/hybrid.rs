@@ -1,11 +1,11 @@
 //! What hybrid communication and overlap are worth on links that are slow.
 
-use super::cluster::Cluster;
 use super::formula::Setting;
 use super::lab::{Lab, Run};
 use super::plot::{self, Bar, Bars};
 use super::report::Report;
 use super::{Finding, Verdict};
+use crate::bench::cluster::Cluster;
 use crate::bench::measurement::median;
 use anyhow::Result;
 
@@ -72,7 +72,7 @@ pub(super) fn measure(
     rounds: usize,
     runs: &mut Vec<InCluster>,
 ) -> Result<()> {
-    let cluster = Cluster::up(lab.nodes, lab.mbit)?;
+    let cluster = Cluster::up(lab.nodes.into(), lab.mbit, None)?;
     let (alexnet, quick) = (lab.on_images(ALEXNET)?, lab.on_images(QUICK)?);
     for (round, case) in schedule(rounds) {
         let (task, steps) = match case.model {

@@ -1,8 +1,8 @@
 //! What all parts need: the command to run, images to train on, and the folder of the record.
 
 use super::Args;
-use super::cluster::Cluster;
 use super::report::Report;
+use crate::bench::cluster::Cluster;
 use crate::bench::environment;
 use crate::command::{command, output_within, target_dir};
 use anyhow::{Context, Result};
@@ -106,7 +106,9 @@ impl Lab {
     pub(super) fn train_in(&self, cluster: &Cluster, task: &Task, words: &str) -> Result<Report> {
         let poseidon = environment::poseidon().display().to_string();
         // Namespaces of one machine could share memory, which no cluster can.
-        self.finish(cluster.on_every_node(&poseidon), task, &format!("{words} --link tcp"))
+        let mut all = cluster.on_every_node();
+        all.arg(poseidon);
+        self.finish(all, task, &format!("{words} --link tcp"))
     }
 
     fn finish(&self, mut command: Command, task: &Task, words: &str) -> Result<Report> {
