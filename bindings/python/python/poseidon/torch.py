@@ -20,9 +20,9 @@ from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple
 import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
-from torch.nn import functional as F
 
 from poseidon import _native
+from poseidon._torch_layers import Factored, Unit, factorable, memory, patch, units_of
 
 __all__ = [
     "DistributedDataParallel",
@@ -35,10 +35,6 @@ __all__ = [
     "world_size",
 ]
 
-# Gradients of at least this many bytes go out from their own memory; smaller ones share a buffer,
-# because a frame costs a few microseconds however short it is.
-_OWN_MEMORY = 64 << 10
-_BUCKET = 256 << 10
 
 
 class _Job:
@@ -112,7 +108,7 @@ def plan(model: nn.Module, batch: int, workers: Optional[int] = None, scheme: st
     model = model.module if isinstance(model, DistributedDataParallel) else model
     workers = workers or (world_size() if is_initialized() else 4)
     rows = [("parameter", "size", "scheme", "why")]
-    factored = {id(p): linear for linear in _factorable(model) for p in linear.parameters()}
+    factored = {id(p): linear for linear in factorable(model) for p in linear.parameters()}
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             rows.append((name, str(parameter.numel()), "-", "frozen"))
@@ -127,124 +123,6 @@ def plan(model: nn.Module, batch: int, workers: Optional[int] = None, scheme: st
     widths = [max(len(row[i]) for row in rows) for i in range(3)]
     line = "{:<%d}  {:>%d}  {:<%d}  {}" % tuple(widths)
     return "\n".join(line.format(*row) for row in rows)
-
-
-def _memory(tensor: Tensor) -> Tuple[int, int, object]:
-    return tensor.data_ptr(), tensor.numel(), tensor
-
-
-class _Unit:
-    """What is synchronised as one: a layer of the session."""
-
-    def __init__(self, name: str, parameters: List[nn.Parameter], fc: Optional[Tuple[int, int]] = None):
-        self.name = name
-        self.parameters = parameters
-        self.fc = fc
-        self.index = -1
-        self.len = sum(p.numel() for p in parameters)
-        # Gradients of one large float32 parameter go out from where they are.
-        self.in_place = (
-            fc is None
-            and len(parameters) == 1
-            and parameters[0].dtype == torch.float32
-            and parameters[0].device.type == "cpu"
-        )
-        self.stage: Optional[Tensor] = None
-        # Whether this step's result comes to the stage.
-        self.is_staged = True
-        self.missing = 0
-        self.ready: set = set()
-        self.in_flight = False
-
-    def begin(self) -> None:
-        self.ready = set()
-        self.missing = len(self.parameters)
-
-    def staged(self) -> Tensor:
-        if self.stage is None:
-            self.stage = torch.zeros(self.len, dtype=torch.float32)
-        return self.stage
-
-    def slices(self) -> Iterator[Tuple[nn.Parameter, Tensor]]:
-        start = 0
-        for parameter in self.parameters:
-            part = self.staged()[start : start + parameter.numel()]
-            yield parameter, part.view(parameter.shape)
-            start += parameter.numel()
-
-
-class _Factored:
-    """A Linear layer that may go by factors: what its calls have left for the next synchronisation."""
-
-    def __init__(self, owner: "DistributedDataParallel", linear: nn.Linear, name: str):
-        self.owner = owner
-        self.linear = linear
-        self.name = name
-        self.unit: Optional[_Unit] = None
-        self.rows = 0
-        self.calls = 0
-        self.parts: List[Tuple[Tensor, Tensor]] = []
-
-    def note_call(self, rows: int) -> None:
-        self.rows += rows
-        self.calls += 1
-
-    def take(self, u: Tensor, v: Tensor) -> bool:
-        """The factors of one call. False if the plan wants the gradient itself."""
-        owner = self.owner
-        owner._begin_backward()
-        self.calls -= 1
-        if self.unit is None and owner._session is not None:
-            return False
-        # Before the first synchronised backward nobody knows yet; see `fold`.
-        self.parts.append((u.detach().float().contiguous(), v.detach().float().contiguous()))
-        if self.calls == 0 and owner._synchronises:
-            owner._send_factors(self)
-        return True
-
-    def fold(self) -> None:
-        """Turns factors kept during ``no_sync`` into gradients: the plan has decided against them."""
-        linear = self.linear
-        for u, v in self.parts:
-            _accumulate(linear.weight, u.t() @ v)
-            if linear.bias is not None and linear.bias.requires_grad:
-                _accumulate(linear.bias, u.sum(0))
-        self.parts = []
-
-    def reset(self) -> None:
-        self.rows = self.calls = 0
-        self.parts = []
-
-
-class _FactorLinear(torch.autograd.Function):
-    """Linear that hands out its factors instead of computing the weight's gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, source: Tensor, weight: Tensor, bias: Optional[Tensor], factored: _Factored) -> Tensor:  # type: ignore[override]
-        kind = source.device.type
-        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else source.dtype
-        low = source.to(dtype)
-        ctx.save_for_backward(low, weight)
-        ctx.factored, ctx.input_dtype, ctx.has_bias = factored, source.dtype, bias is not None
-        factored.note_call(low.numel() // max(low.shape[-1], 1))
-        return F.linear(low, weight.to(dtype), None if bias is None else bias.to(dtype))
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tuple[Optional[Tensor], ...]:  # type: ignore[override]
-        source, weight = ctx.saved_tensors
-        u = gradient.reshape(-1, gradient.shape[-1])
-        v = source.reshape(-1, source.shape[-1])
-        # Factors leave first, so that they travel while the rest is computed.
-        taken = ctx.factored.take(u, v)
-        below = down = bias = None
-        if ctx.needs_input_grad[0]:
-            below = (gradient @ weight.to(gradient.dtype)).to(ctx.input_dtype)
-        if not taken:
-            if ctx.needs_input_grad[1]:
-                down = (u.t() @ v).to(weight.dtype)
-            if ctx.has_bias and ctx.needs_input_grad[2]:
-                bias = u.sum(0).to(weight.dtype)
-        return below, down, bias, None
 
 
 _models: List["DistributedDataParallel"] = []
@@ -301,18 +179,18 @@ class DistributedDataParallel(nn.Module):
         self._number = _Job.models
         self._session: Optional[_native.Session] = None
         self._buffer_session: Optional[_native.Session] = None
-        self._units: List[_Unit] = []
-        self._unit_of: Dict[nn.Parameter, _Unit] = {}
+        self._units: List[Unit] = []
+        self._unit_of: Dict[nn.Parameter, Unit] = {}
         self._synchronises = True
         self._in_backward = False
         self._usage: Optional[Tensor] = None
         _broadcast(_tensors(module))
         names = {id(p): name for name, p in self._trainable.items()}
         self._factored = [
-            _Factored(self, linear, names[id(linear.weight)]) for linear in _factorable(module)
+            Factored(self, linear, names[id(linear.weight)]) for linear in factorable(module)
         ]
         for factored in self._factored:
-            _patch(factored)
+            patch(factored)
         for parameter in self._trainable.values():
             parameter.register_post_accumulate_grad_hook(self._on_gradient)
         _models.append(self)
@@ -365,26 +243,28 @@ class DistributedDataParallel(nn.Module):
         if unit.missing == 0:
             self._send(unit)
 
-    def _send(self, unit: _Unit) -> None:
+    def _send(self, unit: Unit) -> None:
         assert self._session is not None
         unit.in_flight = True
         if unit.in_place:
             gradient = unit.parameters[0].grad
             unit.is_staged = gradient is None or not gradient.is_contiguous()
             if gradient is not None and not unit.is_staged:
-                self._session.send(unit.index, _memory(gradient))
+                self._session.send(unit.index, memory(gradient))
                 return
         for parameter, part in unit.slices():
             part.copy_(parameter.grad) if parameter.grad is not None else part.zero_()
-        self._session.send(unit.index, _memory(unit.staged()))
+        self._session.send(unit.index, memory(unit.staged()))
 
-    def _send_factors(self, factored: _Factored) -> None:
+    def _send_factors(self, factored: Factored) -> None:
         unit = factored.unit
         assert self._session is not None and unit is not None
         unit.in_flight = True
-        parts = [(_memory(u), _memory(v)) for u, v in factored.parts]
+        if factored.parts:
+            unit.ready.update(unit.parameters)
+        parts = [(memory(u), memory(v)) for u, v in factored.parts]
         try:
-            self._session.send_factors(unit.index, parts, _memory(unit.staged()))
+            self._session.send_factors(unit.index, parts, memory(unit.staged()))
         except _native.UsageError as error:
             raise _native.UsageError(f"{error}. Pass batch= the most rows a step can have") from None
         factored.reset()
@@ -423,9 +303,9 @@ class DistributedDataParallel(nn.Module):
             usage = self._usage_unit.staged()
             for i, p in enumerate(self._trainable.values()):
                 unit = self._unit_of[p]
-                usage[i] = float(p in unit.ready or (unit.fc is not None and p.requires_grad))
+                usage[i] = float(p in unit.ready)
             self._usage_unit.in_flight = True
-            self._session.send(self._usage_unit.index, _memory(usage))
+            self._session.send(self._usage_unit.index, memory(usage))
 
     def _unused(self, names: Sequence[str]) -> RuntimeError:
         return RuntimeError(
@@ -454,7 +334,7 @@ class DistributedDataParallel(nn.Module):
         """Decides what goes how, together with the other workers."""
         rows = {factored.name: factored.rows for factored in self._factored}
         all_rows = [json.loads(r) for r in _Job.get().gather(f"rows {self._number}", json.dumps(rows))]
-        factors: Dict[nn.Parameter, _Factored] = {}
+        factors: Dict[nn.Parameter, Factored] = {}
         batch = 1
         for factored in self._factored:
             most = max([self._batch or 0, *(r[factored.name] for r in all_rows)])
@@ -465,12 +345,12 @@ class DistributedDataParallel(nn.Module):
             parameters = [factored.linear.weight]
             if factored.linear.bias is not None and factored.linear.bias.requires_grad:
                 parameters.append(factored.linear.bias)
-            factored.unit = _Unit(factored.name, parameters, (m, n))
+            factored.unit = Unit(factored.name, parameters, (m, n))
             factors.update({p: factored for p in parameters})
-        self._units = _units(self._trainable, factors)
+        self._units = units_of(self._trainable, factors)
         self._usage_unit = None
         if self.find_unused_parameters:
-            self._usage_unit = _Unit("parameters in use", [])
+            self._usage_unit = Unit("parameters in use", [])
             self._usage_unit.len = len(self._trainable)
             self._units.append(self._usage_unit)
         layers = []
@@ -486,7 +366,7 @@ class DistributedDataParallel(nn.Module):
             layers, batch=batch, scheme="sfb", deterministic=self._deterministic
         )
 
-    _usage_unit: Optional[_Unit] = None
+    _usage_unit: Optional[Unit] = None
 
     def _share_buffers(self) -> None:
         buffers = [b for b in self.module.buffers() if b.dtype == torch.float32 and b.device.type == "cpu"]
@@ -497,7 +377,7 @@ class DistributedDataParallel(nn.Module):
             self._buffer_session = _Job.open([("buffers", flat.numel(), None)], optimizer="sum")
         if rank() == 0:
             torch.cat([b.reshape(-1) for b in buffers], out=flat)
-        self._buffer_session.send(0, _memory(flat))
+        self._buffer_session.send(0, memory(flat))
         self._buffer_session.receive(0)
         for buffer, part in zip(buffers, flat.split([b.numel() for b in buffers])):
             buffer.copy_(part.view_as(buffer))
@@ -512,70 +392,8 @@ class DistributedDataParallel(nn.Module):
         self._session = self._buffer_session = None
 
 
-def _accumulate(parameter: nn.Parameter, gradient: Tensor) -> None:
-    gradient = gradient.to(parameter.dtype)
-    parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
-
-
 def _goes_by_factors(m: int, n: int, rows: int, scheme: str) -> bool:
     return _native.choose(m, n, rows, world_size(), scheme)[0] == "sfb"
-
-
-def _units(trainable: Dict[str, nn.Parameter], factors: Dict[nn.Parameter, _Factored]) -> List[_Unit]:
-    """Units in forward order: factored layers and large parameters alone, small ones together."""
-    units: List[_Unit] = []
-    bucket: List[Tuple[str, nn.Parameter]] = []
-    seen = set()
-
-    def close() -> None:
-        if bucket:
-            name = bucket[0][0] if len(bucket) == 1 else f"{bucket[0][0]} to {bucket[-1][0]}"
-            units.append(_Unit(name, [p for _, p in bucket]))
-            bucket.clear()
-
-    for name, parameter in trainable.items():
-        factored = factors.get(parameter)
-        if factored is not None:
-            if factored.name not in seen and factored.unit is not None:
-                seen.add(factored.name)
-                units.append(factored.unit)
-            continue
-        if parameter.numel() * 4 >= _OWN_MEMORY:
-            units.append(_Unit(name, [parameter]))
-            continue
-        bucket.append((name, parameter))
-        if sum(p.numel() * 4 for _, p in bucket) >= _BUCKET:
-            close()
-    close()
-    return units
-
-
-def _factorable(module: nn.Module) -> List[nn.Linear]:
-    """Linear layers whose weight's gradient is only made by their own forward."""
-    owners: Dict[int, int] = {}
-    for m in module.modules():
-        for p in m.parameters(recurse=False):
-            owners[id(p)] = owners.get(id(p), 0) + 1
-    # Exactly Linear: subclasses have reasons of their own, and attention uses its projection's
-    # weight without calling it.
-    return [
-        m
-        for m in module.modules()
-        if type(m) is nn.Linear and m.weight.requires_grad and owners[id(m.weight)] == 1
-        and (m.bias is None or owners[id(m.bias)] == 1)
-        and getattr(m.__dict__.get("forward"), "__name__", "factor_forward") == "factor_forward"
-    ]
-
-
-def _patch(factored: _Factored) -> None:
-    linear = factored.linear
-
-    def factor_forward(source: Tensor) -> Tensor:
-        if torch.is_grad_enabled() and linear.weight.requires_grad:
-            return _FactorLinear.apply(source, linear.weight, linear.bias, factored)
-        return F.linear(source, linear.weight, linear.bias)
-
-    linear.forward = factor_forward  # type: ignore[method-assign]
 
 
 def _tensors(module: nn.Module) -> List[Tuple[str, Tensor]]:
@@ -597,7 +415,7 @@ def _broadcast(tensors: Sequence[Tuple[str, Tensor]]) -> None:
     layers = [(name, w.numel(), None) for (name, _), w in zip(tensors, words)]
     session = _Job.open(layers)
     for index, word in enumerate(words):
-        session.broadcast(index, _memory(word))
+        session.broadcast(index, memory(word))
     for index, ((_, tensor), word) in enumerate(zip(tensors, words)):
         session.receive(index)
         raw = word.view(torch.uint8)[: tensor.numel() * tensor.element_size()]
