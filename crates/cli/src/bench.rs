@@ -1,6 +1,7 @@
 //! `poseidon bench`: measures Poseidon itself.
 
 mod exchange;
+mod overhead;
 mod report;
 mod worker;
 
@@ -16,11 +17,13 @@ pub(crate) struct Args {
 #[derive(clap::Subcommand, Debug)]
 enum What {
     Exchange(exchange::Args),
+    Overhead(overhead::Args),
 }
 
 /// Runs the measurement.
 pub(crate) fn run(args: Args) -> anyhow::Result<ExitCode> {
     match args.what {
         What::Exchange(args) => exchange::run(args),
+        What::Overhead(args) => overhead::run(args),
     }
 }
