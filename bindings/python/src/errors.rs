@@ -60,6 +60,7 @@ pub(crate) fn raise(py: Python<'_>, error: Error) -> PyErr {
         | Error::Length { .. }
         | Error::Factors { .. }
         | Error::Scheme { .. }
+        | Error::RuleState { .. }
         | Error::InFlight { .. }
         | Error::NotInFlight { .. }
         | Error::NotInitialised { .. }

@@ -96,6 +96,8 @@ struct Slot {
     clock: Clock,
     parameters: Option<Arc<[f32]>>,
     state: Vec<Vec<f32>>,
+    /// Steps the rule took before this store: its state came from a checkpoint.
+    steps_before: u64,
     contributors: Box<[Progress]>,
     round: Option<Round>,
 }
@@ -154,6 +156,7 @@ impl Store {
                 clock: Clock(0),
                 parameters: None,
                 state: Vec::new(),
+                steps_before: 0,
                 contributors: vec![Progress::Absent; workers].into(),
                 round: None,
             });
@@ -258,6 +261,30 @@ impl Store {
         let missing = slot.contributors.iter().zip(0..);
         let missing = missing.filter(|(p, _)| **p != Progress::Done).map(|(_, n)| NodeId(n));
         Some(Stall { key: slot.key, clock: slot.clock, missing: missing.collect(), waited })
+    }
+
+    /// The update rule's vectors of a chunk; none before it has its initial parameters, or if the
+    /// rule keeps none.
+    pub fn rule_state(&self, chunk: ChunkKey) -> Option<&[Vec<f32>]> {
+        let slot = &self.slots[self.slot(chunk).ok()? as usize];
+        slot.parameters.is_some().then_some(&slot.state)
+    }
+
+    /// Puts the update rule where it was after `steps` steps. False if the chunk is not here or has
+    /// no initial parameters yet, or if the vectors are not as many and as long as the rule's.
+    pub fn restore_rule(&mut self, chunk: ChunkKey, steps: u64, vectors: &[&[f32]]) -> bool {
+        let Ok(id) = self.slot(chunk) else { return false };
+        let slot = &mut self.slots[id as usize];
+        let fits = slot.state.len() == vectors.len()
+            && slot.state.iter().zip(vectors).all(|(own, new)| own.len() == new.len());
+        if slot.parameters.is_none() || !fits {
+            return false;
+        }
+        slot.steps_before = steps;
+        for (own, new) in slot.state.iter_mut().zip(vectors) {
+            own.copy_from_slice(new);
+        }
+        true
     }
 
     /// Bytes of sums, parameters and optimizer state this shard holds, free buffers included.
@@ -375,7 +402,7 @@ impl Store {
                 sum: round.sum.as_deref().or(lent.as_deref()).expect("a sum is here or lent"),
                 scale,
                 rate: round.rate,
-                clock,
+                clock: Clock(clock.0 + slot.steps_before),
                 state: &mut slot.state,
             });
             self.free.entry(slot.len).or_default().extend(round.sum);

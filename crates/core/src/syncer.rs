@@ -110,6 +110,11 @@ impl Syncer {
         false
     }
 
+    /// The layer's chunks on this lane, in order.
+    pub fn parts(&self) -> &[Part] {
+        &self.parts
+    }
+
     /// The clock in flight, or the last one that came back.
     pub fn clock(&self) -> Clock {
         self.clock

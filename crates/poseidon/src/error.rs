@@ -80,6 +80,14 @@ pub enum Error {
         /// What was expected and what came.
         why: String,
     },
+    /// What an update rule remembers of a layer cannot be taken or put back.
+    #[error("the update rule's state of layer '{layer}': {why}")]
+    RuleState {
+        /// The layer.
+        layer: String,
+        /// What was expected and what came.
+        why: String,
+    },
     /// A layer was sent in another form than the plan says.
     #[error("layer '{layer}' goes by {scheme}: {instead}")]
     Scheme {

@@ -7,8 +7,10 @@ use crate::board::Board;
 use crate::exchange::{Exchange, Lent};
 use crate::factors::{Meeting, Rows};
 use crate::outbox::Payload;
+use crate::rule_state::{Piece, RuleState};
 use poseidon_core::factors::place;
 use poseidon_core::store::{Completed, Contribution, Outcome, Stall};
+use poseidon_core::syncer::Part;
 use poseidon_core::wire::{Header, Kind};
 use poseidon_core::{
     ChunkKey, Clock, Cluster, Gather, LayerId, NodeId, Plan, Shard, Store, Syncer, Violation,
@@ -281,6 +283,24 @@ impl Holdings {
             }
             Payload::None | Payload::Text(_) => {}
         }
+    }
+
+    /// The update rule's vectors of the chunks of `layer` that this shard holds.
+    pub(crate) fn rule_state(&self, layer: LayerId) -> Vec<Piece> {
+        let Some(store) = &self.store else { return Vec::new() };
+        let parts = self.syncers[layer.index()].parts().iter();
+        let held = |part: &Part| Some((part.range.clone(), store.rule_state(part.key)?.to_vec()));
+        parts.filter_map(held).collect()
+    }
+
+    /// Gives the update rule back what [`Self::rule_state`] of all shards was. False if it does not fit.
+    pub(crate) fn restore_rule(&mut self, layer: LayerId, state: &RuleState) -> bool {
+        let Some(store) = &mut self.store else { return true };
+        let parts = self.syncers[layer.index()].parts().iter();
+        parts.filter(|part| part.server == self.me).all(|part| {
+            let vectors: Vec<_> = state.vectors.iter().map(|v| &v[part.range.clone()]).collect();
+            store.restore_rule(part.key, state.steps, &vectors)
+        })
     }
 
     pub(crate) fn has_own_work(&self) -> bool {

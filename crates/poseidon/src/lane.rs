@@ -12,6 +12,7 @@ use crate::exchange::Exchange;
 use crate::holdings::Holdings;
 use crate::outbox::Payload;
 use crate::peer::{Fault, Peer};
+use crate::rule_state::{Piece, RuleState};
 use poseidon_core::wire::{Header, Kind, MAX_ABORT};
 use poseidon_core::{ChunkKey, Clock, Cluster, Layer, LayerId, NodeId, Violation};
 use poseidon_link::Link;
@@ -38,6 +39,10 @@ pub(crate) enum Command {
     SendFactors { layer: LayerId, clock: Clock, rows: usize, rate: f32 },
     /// What is this lane waiting for, of this layer?
     Explain(LayerId, SyncSender<Vec<String>>),
+    /// What does the update rule keep of this layer, of the chunks this lane holds?
+    RuleState(LayerId, SyncSender<Vec<Piece>>),
+    /// Put the update rule where it was. Answers whether that fits.
+    RestoreRule(LayerId, Arc<RuleState>, SyncSender<bool>),
     /// Nothing more will be sent: say goodbye and serve until the others do.
     Finish,
     /// The program is unwinding: tell the others and stop.
@@ -168,6 +173,13 @@ impl Lane {
                 });
                 // The asker has its own deadline and may have gone.
                 let _ = reply.try_send(words.collect());
+            }
+            // Of these, too, the asker may have gone.
+            Command::RuleState(layer, reply) => {
+                let _ = reply.try_send(self.holdings.rule_state(layer));
+            }
+            Command::RestoreRule(layer, state, reply) => {
+                let _ = reply.try_send(self.holdings.restore_rule(layer, &state));
             }
             Command::Finish => self.finish(),
             // The first reason is the one that counts.

@@ -49,6 +49,7 @@ mod node;
 mod outbox;
 mod peer;
 mod rebuild;
+mod rule_state;
 mod server;
 mod sibling;
 
@@ -67,5 +68,6 @@ pub use poseidon_core::{
     Reduction, Scheme, Servers,
 };
 pub use poseidon_link::Secret;
+pub use rule_state::RuleState;
 pub use server::serve;
 pub use session::Session;

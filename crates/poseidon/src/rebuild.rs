@@ -24,7 +24,9 @@ pub(crate) struct Rebuilder {
 pub(crate) struct Rule<'a> {
     pub(crate) optimizer: &'a Optimizer,
     pub(crate) rate: f32,
+    /// Steps taken with this one, those before this session included.
     pub(crate) clock: Clock,
+    pub(crate) threads: usize,
 }
 
 /// Rows of the gradient that are rebuilt at a time. The product packs the inputs anew for each
@@ -49,7 +51,9 @@ impl Rebuilder {
             let rows = weights.end / n..(weights.end / n + BLOCK).min(m);
             weights = rows.start * n..rows.end * n;
             let into = &mut values[weights.clone()];
-            self.update(block, rule, factor, into, |sum| product(matrix, layout, rows, sum));
+            self.update(block, rule, factor, into, |sum| {
+                product(matrix, layout, rows, rule.threads, sum)
+            });
             block += 1;
         }
         if values.len() > m * n {
@@ -58,6 +62,26 @@ impl Rebuilder {
                 sum.fill(0.0);
                 matrix.chunks_exact(layout.width()).for_each(|row| add(sum, &row[..m]));
             });
+        }
+    }
+
+    /// The update rule's vectors, each as long as the layer; none before the first step.
+    pub(crate) fn rule_state(&self) -> Vec<Vec<f32>> {
+        let vectors = self.state.first().map_or(0, Vec::len);
+        let blocks = |vector: usize| self.state.iter().map(move |block| &block[vector][..]);
+        (0..vectors).map(|vector| blocks(vector).collect::<Vec<_>>().concat()).collect()
+    }
+
+    /// Puts the update rule where it was.
+    pub(crate) fn restore_rule(&mut self, layout: &Layout, vectors: &[Vec<f32>]) {
+        let weights = layout.m * layout.n;
+        self.state.clear();
+        let len = vectors.first().map_or(0, Vec::len);
+        let mut start = 0;
+        while start < len {
+            let end = if start < weights { (start + BLOCK * layout.n).min(weights) } else { len };
+            self.state.push(vectors.iter().map(|vector| vector[start..end].to_vec()).collect());
+            start = end;
         }
     }
 
@@ -96,7 +120,7 @@ impl Rebuilder {
 }
 
 /// `rows` of uᵀv, where u and v are the left and the right columns of `matrix`.
-fn product(matrix: &[f32], layout: &Layout, rows: Range<usize>, into: &mut [f32]) {
+fn product(matrix: &[f32], layout: &Layout, rows: Range<usize>, threads: usize, into: &mut [f32]) {
     let Layout { m, n, .. } = *layout;
     let width = layout.width();
     let samples = matrix.len() / width;
@@ -125,7 +149,7 @@ fn product(matrix: &[f32], layout: &Layout, rows: Range<usize>, into: &mut [f32]
             false,
             false,
             false,
-            Parallelism::None,
+            if threads > 1 { Parallelism::Rayon(threads) } else { Parallelism::None },
         );
     }
 }
@@ -166,7 +190,7 @@ mod tests {
             let layout = layout(m, n, batch, workers);
             let matrix = numbers(layout.len());
             let sum = Optimizer::Reduce(Reduction::Sum);
-            let rule = Rule { optimizer: &sum, rate: 0.0, clock: Clock(1) };
+            let rule = Rule { optimizer: &sum, rate: 0.0, clock: Clock(1), threads: 1 };
             let expected = expected(&matrix, &layout);
             for len in [m * n, m * n + m] {
                 let mut values = vec![f32::NAN; len];
@@ -187,7 +211,7 @@ mod tests {
         for clock in 1..4 {
             let matrix: Vec<f32> = numbers(layout.len() + clock).split_off(clock);
             let clock = Clock(clock as u64);
-            let rule = Rule { optimizer: &optimizer, rate: 0.125, clock };
+            let rule = Rule { optimizer: &optimizer, rate: 0.125, clock, threads: 2 };
             rebuilder.apply(&matrix, &layout, &rule, &mut values);
             let sum = expected(&matrix, &layout);
             optimizer.step(Step {

@@ -28,6 +28,7 @@ pub struct Session {
     /// The learning rate's bits. Written by the training program between steps.
     rate: AtomicU32,
     layers: Vec<Mutex<LayerState>>,
+    rebuild_threads: usize,
     finished: bool,
     /// What it was started with: siblings are started with much the same.
     pub(crate) config: Config,
@@ -56,14 +57,17 @@ pub struct Builder {
     config: Config,
     job: Job,
     rate: Option<f32>,
+    rebuild_threads: usize,
 }
 
 #[derive(Debug, Default)]
-struct LayerState {
-    clock: Clock,
-    initialised: bool,
+pub(crate) struct LayerState {
+    pub(crate) clock: Clock,
+    /// Steps the update rule took before this session: its state came from a checkpoint.
+    pub(crate) steps_before: u64,
+    pub(crate) initialised: bool,
     in_flight: Option<InFlight>,
-    rebuilder: Rebuilder,
+    pub(crate) rebuilder: Rebuilder,
 }
 
 /// What the lanes are working on.
@@ -96,7 +100,7 @@ impl Session {
             scheme: Policy::default(),
             batch: None,
         };
-        Builder { config, job, rate: None }
+        Builder { config, job, rate: None, rebuild_threads: 1 }
     }
 
     /// This worker's rank.
@@ -265,7 +269,12 @@ impl Session {
             InFlight::Factors { rate, mut values, .. } => {
                 let meeting = self.node.meetings[layer.index()].as_ref();
                 let meeting = meeting.expect("only a layer with a meeting is sent by factors");
-                let rule = Rule { optimizer: &self.node.book.job.optimizer, rate, clock };
+                let rule = Rule {
+                    optimizer: &self.node.book.job.optimizer,
+                    rate,
+                    clock: Clock(clock.0 + state.steps_before),
+                    threads: self.rebuild_threads,
+                };
                 let (matrix, layout) = (meeting.matrix(clock), &meeting.layout);
                 state.rebuilder.apply(matrix, layout, &rule, &mut values);
                 (values, None)
@@ -362,7 +371,7 @@ impl Session {
         }
     }
 
-    fn state(&self, layer: LayerId) -> Result<MutexGuard<'_, LayerState>, Error> {
+    pub(crate) fn state(&self, layer: LayerId) -> Result<MutexGuard<'_, LayerState>, Error> {
         let state = self.layers.get(layer.index());
         let state = state.ok_or_else(|| self.unknown(&format!("#{layer}")))?;
         Ok(state.lock().unwrap_or_else(PoisonError::into_inner))
@@ -381,12 +390,12 @@ impl Session {
         Err(Error::Length { layer: self.name(layer), what, expected, got: buffer.len() })
     }
 
-    fn check_landed(&self, layer: LayerId, state: &LayerState) -> Result<(), Error> {
+    pub(crate) fn check_landed(&self, layer: LayerId, state: &LayerState) -> Result<(), Error> {
         let Some(in_flight) = &state.in_flight else { return Ok(()) };
         Err(Error::InFlight { layer: self.name(layer), clock: in_flight.clock() })
     }
 
-    fn name(&self, layer: LayerId) -> String {
+    pub(crate) fn name(&self, layer: LayerId) -> String {
         self.node.book.job.layers[layer.index()].name.clone()
     }
 
@@ -487,9 +496,16 @@ impl Builder {
         self
     }
 
+    /// How many threads [`receive`](Session::receive) may use to rebuild a gradient from factors.
+    /// Default: the calling one. The result does not depend on it.
+    pub fn rebuild_threads(mut self, threads: usize) -> Self {
+        self.rebuild_threads = threads.max(1);
+        self
+    }
+
     /// Finds the other nodes and opens links to them. Returns when the whole cluster is there.
     pub fn start(self) -> Result<Session, Error> {
-        let Self { config, job, rate } = self;
+        let Self { config, job, rate, rebuild_threads } = self;
         if let Member::Server(index) = config.member {
             return Err(Error::Config(format!(
                 "this process is server {index}: a session is for workers, servers call serve"
@@ -536,6 +552,15 @@ impl Builder {
         let node = Node::start(&config, Some(job))?;
         let rate = AtomicU32::new(rate.to_bits());
         let config = Config { coordinator: node.coordinator_address(), ..config };
-        Ok(Session { node, timeout, rate, layers, finished: false, config, beside: None })
+        Ok(Session {
+            node,
+            timeout,
+            rate,
+            layers,
+            rebuild_threads,
+            finished: false,
+            config,
+            beside: None,
+        })
     }
 }

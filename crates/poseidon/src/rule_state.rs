@@ -1,0 +1,130 @@
+//! What update rules remember, out of the shards and back into them: for checkpoints.
+
+use crate::lane::Command;
+use crate::{Error, Session};
+use poseidon_core::{LayerId, Role};
+use std::ops::Range;
+use std::sync::Arc;
+use std::sync::mpsc::{SyncSender, sync_channel};
+use std::time::Instant;
+
+/// What an update rule remembers of a layer.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct RuleState {
+    /// Steps taken so far.
+    pub steps: u64,
+    /// The rule's vectors, each as long as the layer: momentum; or the means of the gradient and of
+    /// its square. As many as [`Optimizer::state_vectors`](crate::Optimizer::state_vectors) says.
+    pub vectors: Vec<Vec<f32>>,
+}
+
+/// The vectors of one chunk, and which elements of the layer they belong to.
+pub(crate) type Piece = (Range<usize>, Vec<Vec<f32>>);
+
+impl Session {
+    /// What this node holds of the update rule's state of `layer`. What others hold is 0 here: the
+    /// sum over all workers is the whole.
+    ///
+    /// The layer must not be in flight.
+    pub fn rule_state(&self, layer: LayerId) -> Result<RuleState, Error> {
+        self.check_no_dedicated_server()?;
+        let state = self.state(layer)?;
+        self.check_landed(layer, &state)?;
+        let job = &self.node.book.job;
+        let len = job.layers[layer.index()].len;
+        let mut vectors = vec![vec![0.0; len]; job.optimizer.state_vectors()];
+        if self.node.meetings[layer.index()].is_some() {
+            // Every worker has it all.
+            if self.rank() == 0 && state.clock.0 + state.steps_before > 0 {
+                vectors = state.rebuilder.rule_state();
+            }
+        } else {
+            for (range, piece) in
+                self.ask(layer, |reply| Command::RuleState(layer, reply))?.into_iter().flatten()
+            {
+                for (vector, piece) in vectors.iter_mut().zip(piece) {
+                    vector[range.clone()].copy_from_slice(&piece);
+                }
+            }
+        }
+        Ok(RuleState { steps: state.clock.0 + state.steps_before, vectors })
+    }
+
+    /// Puts the update rule of `layer` where it was when `rule` was taken, summed over all workers.
+    ///
+    /// Every worker calls it alike, after the layer's initial parameters are
+    /// [received](Self::receive) and before its first step.
+    pub fn restore_rule(&self, layer: LayerId, rule: RuleState) -> Result<(), Error> {
+        self.check_no_dedicated_server()?;
+        let mut state = self.state(layer)?;
+        self.check_landed(layer, &state)?;
+        let job = &self.node.book.job;
+        let (len, expected) = (job.layers[layer.index()].len, job.optimizer.state_vectors());
+        let refuse = |why: String| Err(Error::RuleState { layer: self.name(layer), why });
+        if rule.vectors.len() != expected {
+            return refuse(format!(
+                "update rule '{}' keeps {expected} vectors, got {}",
+                job.optimizer,
+                rule.vectors.len()
+            ));
+        }
+        if let Some(vector) = rule.vectors.iter().find(|vector| vector.len() != len) {
+            return refuse(format!(
+                "the layer has {len} parameters, got a vector of {}",
+                vector.len()
+            ));
+        }
+        if !state.initialised || state.clock.0 > 0 {
+            return refuse(format!(
+                "it is restored between the initial parameters and the first step, but clock {} was reached{}",
+                state.clock,
+                if state.initialised { "" } else { " and there are no initial parameters" }
+            ));
+        }
+        state.steps_before = rule.steps;
+        if let Some(meeting) = &self.node.meetings[layer.index()] {
+            state.rebuilder.restore_rule(&meeting.layout, &rule.vectors);
+            return Ok(());
+        }
+        let rule = Arc::new(rule);
+        let fits = self.ask(layer, |reply| Command::RestoreRule(layer, rule.clone(), reply))?;
+        if fits.contains(&false) {
+            return refuse("a shard has no such chunk".into());
+        }
+        Ok(())
+    }
+
+    /// Every lane's answer to a question about `layer`.
+    fn ask<T>(
+        &self,
+        layer: LayerId,
+        command: impl Fn(SyncSender<T>) -> Command,
+    ) -> Result<Vec<T>, Error> {
+        let lanes = self.node.lanes();
+        let (reply, answers) = sync_channel(lanes);
+        self.node.command_all(|| command(reply.clone()));
+        drop(reply);
+        let deadline = Instant::now() + self.timeout;
+        let left = || deadline.saturating_duration_since(Instant::now());
+        let answers: Vec<T> = (0..lanes).map_while(|_| answers.recv_timeout(left()).ok()).collect();
+        self.node.board.failure().map_or(Ok(()), Err)?;
+        if answers.len() < lanes {
+            let why =
+                format!("{} of {lanes} lanes answered within {:?}", answers.len(), self.timeout);
+            return Err(Error::RuleState { layer: self.name(layer), why });
+        }
+        Ok(answers)
+    }
+
+    fn check_no_dedicated_server(&self) -> Result<(), Error> {
+        let cluster = &self.node.book.cluster;
+        let dedicated = |role: Role| role.server && !role.worker;
+        match cluster.node_ids().find(|&node| cluster.role(node).is_some_and(dedicated)) {
+            Some(node) => Err(Error::Config(format!(
+                "{} keeps update rules' state, and only state on workers can be saved or restored",
+                cluster.name(node)
+            ))),
+            None => Ok(()),
+        }
+    }
+}
