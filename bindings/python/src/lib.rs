@@ -8,7 +8,8 @@ mod errors;
 
 use errors::raise;
 use poseidon::{
-    Buffer, Cluster, Config, Factors, Layer, LayerId, LayerKind, Optimizer, Policy, Servers,
+    Buffer, Cluster, Config, Factors, Layer, LayerId, LayerKind, Optimizer, Policy, RuleState,
+    Servers,
 };
 use poseidon_core::scheme;
 use pyo3::exceptions::{PyRuntimeError, PyValueError};
@@ -79,6 +80,7 @@ struct Setup {
     batch: Option<usize>,
     scheme: Policy,
     deterministic: bool,
+    threads: usize,
 }
 
 impl Setup {
@@ -91,7 +93,8 @@ impl Setup {
             .layers(layers.into_iter().map(Layer::from))
             .optimizer(self.optimizer)
             .scheme(self.scheme)
-            .deterministic(self.deterministic);
+            .deterministic(self.deterministic)
+            .rebuild_threads(self.threads);
         if let Some(rate) = self.learning_rate {
             builder = builder.learning_rate(rate);
         }
@@ -115,7 +118,7 @@ impl Session {
     }
 
     /// Another session among the same workers.
-    #[pyo3(signature = (name, layers, *, optimizer="mean", learning_rate=None, batch=None, scheme="auto", deterministic=false))]
+    #[pyo3(signature = (name, layers, *, optimizer="mean", learning_rate=None, batch=None, scheme="auto", deterministic=false, threads=1))]
     #[expect(clippy::too_many_arguments, reason = "keyword arguments of a Python function")]
     fn sibling(
         &self,
@@ -127,6 +130,7 @@ impl Session {
         batch: Option<usize>,
         scheme: &str,
         deterministic: bool,
+        threads: usize,
     ) -> PyResult<Self> {
         let setup = Setup {
             optimizer: optimizer.parse().map_err(value_error)?,
@@ -134,6 +138,7 @@ impl Session {
             batch,
             scheme: scheme.parse().map_err(value_error)?,
             deterministic,
+            threads,
         };
         let session = self.session()?;
         let sibling =
@@ -224,6 +229,44 @@ impl Session {
     fn set_learning_rate(&self, rate: f32) -> PyResult<()> {
         self.session()?.set_learning_rate(rate);
         Ok(())
+    }
+
+    /// Fills `into` with what this node holds of the update rule's vectors; elsewhere they are 0.
+    /// Returns the steps taken.
+    fn rule_state(&self, py: Python<'_>, layer: u32, into: Vec<Memory>) -> PyResult<u64> {
+        let session = self.session()?;
+        let state = py.detach(|| session.rule_state(LayerId(layer)));
+        let state = state.map_err(|error| raise(py, error))?;
+        if state.vectors.len() != into.len() {
+            let (expected, got) = (state.vectors.len(), into.len());
+            return Err(PyValueError::new_err(format!("expected {expected} vectors, got {got}")));
+        }
+        for (vector, into) in state.vectors.iter().zip(into) {
+            let mut into = into.buffer()?;
+            if into.len() != vector.len() {
+                let (expected, got) = (vector.len(), into.len());
+                return Err(PyValueError::new_err(format!(
+                    "expected {expected} numbers, got {got}"
+                )));
+            }
+            into.copy_from_slice(vector);
+        }
+        Ok(state.steps)
+    }
+
+    /// Puts the update rule where it was when it had taken `steps` steps.
+    fn restore_rule(
+        &self,
+        py: Python<'_>,
+        layer: u32,
+        steps: u64,
+        vectors: Vec<Memory>,
+    ) -> PyResult<()> {
+        let session = self.session()?;
+        let vectors = vectors.iter().map(|vector| Ok(vector.slice()?.to_vec()));
+        let vectors = vectors.collect::<PyResult<_>>()?;
+        let restored = session.restore_rule(LayerId(layer), RuleState { steps, vectors });
+        restored.map_err(|error| raise(py, error))
     }
 
     /// Every worker's `value`, as JSON text, in rank order.

@@ -13,9 +13,9 @@ import torch
 HERE = Path(__file__).parent
 
 
-def run(function, workers, **arguments):
+def run(function, workers, timeout=120, **arguments):
     """What ``function(**arguments)`` returned on each worker. All of them must end well."""
-    ended = attempt(function, workers, **arguments)
+    ended = attempt(function, workers, timeout, **arguments)
     for rank, (status, _, errors) in enumerate(ended):
         assert status == 0, f"worker {rank} ended with {status}:\n{errors}"
     return [result for _, result, _ in ended]

@@ -1,0 +1,113 @@
+"""The job this process is in."""
+
+import atexit
+from typing import Any, Callable, List, Optional, Sequence, Tuple
+
+import torch
+from torch import Tensor
+
+from poseidon import _native
+
+# Name, number of parameters, and (outputs, inputs) if it is fully connected.
+LayerSpec = Tuple[str, int, Optional[Tuple[int, int]]]
+
+
+class Job:
+    """Sessions of models are siblings of the job's own, which has no layers."""
+
+    session: Optional[_native.Session] = None
+    # What has to be closed before the job is left, in the order it was opened.
+    closers: List[Callable[[], None]] = []
+    models = 0
+    sessions = 0
+    barriers = 0
+
+    @classmethod
+    def get(cls) -> _native.Session:
+        if cls.session is None:
+            raise RuntimeError("poseidon.torch is not initialised: call poseidon.torch.init() first")
+        return cls.session
+
+    @classmethod
+    def open(cls, layers: Sequence[LayerSpec], **setup: Any) -> _native.Session:
+        cls.sessions += 1
+        return cls.get().sibling(f"torch {cls.sessions}", list(layers), **setup)
+
+
+def init() -> None:
+    """Joins the job that the environment describes, and waits for the other workers.
+
+    The environment of torchrun, Open MPI, Slurm and ``poseidon launch`` is understood; without any
+    of them this process is a job of one worker.
+    """
+    if Job.session is not None:
+        raise RuntimeError("poseidon.torch is already initialised")
+    Job.session = _native.Session()
+    atexit.register(shutdown)
+
+
+def is_initialized() -> bool:
+    """Whether this process has joined a job."""
+    return Job.session is not None
+
+
+def shutdown() -> None:
+    """Leaves the job; waits until every worker does. Called at exit if you do not."""
+    if Job.session is None:
+        return
+    for close in list(Job.closers):
+        close()
+    session, Job.session = Job.session, None
+    session.finish()
+
+
+def rank() -> int:
+    """This worker's rank."""
+    return Job.get().rank
+
+
+def world_size() -> int:
+    """Number of workers."""
+    return Job.get().workers
+
+
+def barrier() -> None:
+    """Returns when every worker has called it."""
+    Job.barriers += 1
+    Job.get().gather(f"barrier {Job.barriers}", "null")
+
+
+def memory(tensor: Tensor) -> Tuple[int, int, object]:
+    """A contiguous float32 tensor on the CPU, as the native module takes it."""
+    return tensor.data_ptr(), tensor.numel(), tensor
+
+
+def broadcast(tensors: Sequence[Tuple[str, Tensor]]) -> None:
+    """Every worker's ``tensors`` become rank 0's, bit by bit, whatever their type."""
+    if world_size() == 1 or not tensors:
+        return
+    words = []
+    for _, tensor in tensors:
+        raw = tensor.cpu().contiguous().view(-1).view(torch.uint8)
+        padded = torch.zeros(-(-raw.numel() // 4) * 4, dtype=torch.uint8)
+        padded[: raw.numel()] = raw
+        words.append(padded.view(torch.float32))
+    # The type is part of the name: workers whose models differ are told where.
+    layers = [
+        (f"{name} ({str(tensor.dtype)[6:]} {list(tensor.shape)})", word.numel(), None)
+        for (name, tensor), word in zip(tensors, words)
+    ]
+    session = Job.open(layers)
+    for index, word in enumerate(words):
+        session.broadcast(index, memory(word))
+    for index, ((_, tensor), word) in enumerate(zip(tensors, words)):
+        session.receive(index)
+        raw = word.view(torch.uint8)[: tensor.numel() * tensor.element_size()]
+        tensor.copy_(raw.view(tensor.dtype).view(tensor.shape))
+    session.finish()
+
+
+def add_up(session: _native.Session, layer: int, tensor: Tensor) -> None:
+    """``tensor`` becomes the sum over all workers, by a session whose rule is that."""
+    session.send(layer, memory(tensor))
+    session.receive(layer)

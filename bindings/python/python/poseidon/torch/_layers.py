@@ -1,0 +1,355 @@
+"""What of a model is synchronised as one, and Linear layers that hand out their factors."""
+
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, Dict, Iterator, List, Optional, Set, Tuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from poseidon import _native
+from poseidon.torch._job import is_initialized, memory, world_size
+
+# Gradients of at least this many bytes go out from their own memory; smaller ones share a buffer,
+# because a frame costs a few microseconds however short it is.
+_OWN_MEMORY = 64 << 10
+_BUCKET = 256 << 10
+
+
+class Unit:
+    """What is synchronised as one: a layer of the session."""
+
+    def __init__(self, name: str, parameters: List[nn.Parameter], fc: Optional[Tuple[int, int]] = None):
+        self.name = name
+        self.parameters = parameters
+        self.fc = fc
+        self.index = -1
+        self.len = sum(p.numel() for p in parameters)
+        # With update="server": where the parameters are, as the shards know them.
+        self.values: Optional[Tensor] = None
+        # Whether `values` is the parameters' own memory.
+        self.in_values = False
+        # Where this step's gradient is, or the result if it comes instead.
+        self.result: Optional[Tensor] = None
+        self.stage: Optional[Tensor] = None
+        self.missing = 0
+        self.ready: Set[nn.Parameter] = set()
+        self.in_flight = False
+        self.rebuilding: Optional["Future[None]"] = None
+        self.before: Dict[nn.Parameter, Any] = {}
+        self.versions: List[int] = []
+
+    def begin(self) -> None:
+        """A synchronised backward begins."""
+        self.ready = set()
+        self.missing = len(self.parameters)
+        if self.fc is not None:
+            self.before = {p: _trace(p.grad) for p in self.parameters}
+
+    def has_foreign_gradient(self, parameter: nn.Parameter) -> bool:
+        """Whether a factored layer's parameter got a gradient from elsewhere than its layer's forward."""
+        return _trace(parameter.grad) != self.before[parameter]
+
+    def send(self, session: _native.Session) -> None:
+        self.in_flight = True
+        self.result = self._gradient()
+        if self.values is None:
+            session.send(self.index, memory(self.result))
+        else:
+            session.send_into(self.index, memory(self.result), memory(self.values))
+            # Sums are made in a gradient's memory: nobody should look at it any more.
+            for p in self.parameters:
+                p.grad = None
+
+    def send_factors(self, session: _native.Session, parts: List[Tuple[Tensor, Tensor]]) -> None:
+        self.in_flight = True
+        self.result = self.values
+        if self.result is None:
+            self.result = self._stage()
+        memories = [(memory(u), memory(v)) for u, v in parts]
+        session.send_factors(self.index, memories, memory(self.result))
+
+    def rebuild(self, session: _native.Session, threads: ThreadPoolExecutor) -> None:
+        """Has the gradient rebuilt from factors as soon as they are there, beside the backward pass."""
+        self.rebuilding = threads.submit(session.receive, self.index)
+
+    def receive(self, session: _native.Session) -> None:
+        """Waits for the result."""
+        rebuilding, self.rebuilding = self.rebuilding, None
+        if rebuilding is not None:
+            rebuilding.result()
+        else:
+            session.receive(self.index)
+        self.in_flight = False
+
+    def slices(self, whole: Tensor) -> Iterator[Tuple[nn.Parameter, Tensor]]:
+        """Each parameter and its part of ``whole``."""
+        start = 0
+        for p in self.parameters:
+            yield p, whole[start : start + p.numel()].view(p.shape)
+            start += p.numel()
+
+    def take_parameters(self) -> Tensor:
+        """For update="server": the memory that parameters come back to, which is their own where it can be."""
+        own = all(p.dtype == torch.float32 and p.device.type == "cpu" for p in self.parameters)
+        if own and len(self.parameters) == 1 and self.parameters[0].is_contiguous():
+            self.values = self.parameters[0].detach().view(-1)
+        else:
+            flat = [p.detach().to("cpu", torch.float32).reshape(-1) for p in self.parameters]
+            self.values = torch.cat(flat) if flat else torch.zeros(0)
+            for p, part in self.slices(self.values) if own else ():
+                p.data = part
+        self.in_values = own
+        return self.values
+
+    def land_parameters(self) -> None:
+        """Puts what came back where the model has it."""
+        assert self.values is not None
+        if not self.in_values:
+            with torch.no_grad():
+                for p, part in self.slices(self.values):
+                    p.copy_(part)
+        self.versions = [p._version for p in self.parameters]
+
+    def _gradient(self) -> Tensor:
+        """This step's gradient as one piece: where it is, if it can go out from there."""
+        p = self.parameters[0] if len(self.parameters) == 1 else None
+        gradient = None if p is None else p.grad
+        if (
+            gradient is not None
+            and gradient.dtype == torch.float32
+            and gradient.device.type == "cpu"
+            and gradient.is_contiguous()
+        ):
+            return gradient.detach()
+        stage = self._stage()
+        for p, part in self.slices(stage):
+            part.copy_(p.grad) if p.grad is not None else part.zero_()
+        return stage
+
+    def _stage(self) -> Tensor:
+        """Memory for a gradient; not that of the last one if somebody still uses it."""
+        if self.stage is not None and self.fc is not None:
+            here = {part.data_ptr() for _, part in self.slices(self.stage)}
+            if any(p.grad is not None and p.grad.data_ptr() in here for p in self.parameters):
+                self.stage = None
+        if self.stage is None:
+            self.stage = torch.zeros(self.len, dtype=torch.float32)
+        return self.stage
+
+
+def _trace(gradient: Optional[Tensor]) -> Any:
+    """Changes whenever the gradient does."""
+    return None if gradient is None else (id(gradient), gradient._version)
+
+
+class Factored:
+    """A Linear layer that may go by factors: what its calls have left for the next synchronisation."""
+
+    def __init__(self, owner: Any, linear: nn.Linear, name: str):
+        self.owner = owner
+        self.linear = linear
+        self.name = name
+        self.unit: Optional[Unit] = None
+        self.rows = 0
+        self.calls = 0
+        self.inside = 0
+        self.parts: List[Tuple[Tensor, Tensor]] = []
+
+    def note_call(self, rows: int) -> None:
+        self.rows += rows
+        self.calls += 1
+
+    def take(self, u: Tensor, v: Tensor) -> bool:
+        """The factors of one call. False if the plan wants the gradient itself."""
+        owner = self.owner
+        owner._begin_backward()
+        self.calls -= 1
+        if self.unit is None and owner._session is not None:
+            return False
+        # Before the first synchronised backward nobody knows yet; see `fold`.
+        self.parts.append((_factor(u), _factor(v)))
+        if self.calls == 0 and owner._synchronises:
+            owner._send_factors(self)
+        return True
+
+    def done(self) -> None:
+        """The weight is not needed any more in this backward pass."""
+        unit = self.unit
+        if unit is not None and unit.in_flight and unit.rebuilding is None:
+            unit.rebuild(self.owner._session, self.owner._threads)
+
+    def fold(self) -> None:
+        """Turns factors kept during ``no_sync`` into gradients: the plan has decided against them."""
+        linear = self.linear
+        for u, v in self.parts:
+            accumulate(linear.weight, u.t() @ v)
+            if linear.bias is not None and linear.bias.requires_grad:
+                accumulate(linear.bias, u.sum(0))
+        self.parts = []
+
+    def reset(self) -> None:
+        self.rows = self.calls = 0
+        self.parts = []
+
+
+def _factor(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu", torch.float32).contiguous()
+
+
+class _FactorLinear(torch.autograd.Function):
+    """Linear that hands out its factors instead of computing the weight's gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, source: Tensor, weight: Tensor, bias: Optional[Tensor], factored: Factored) -> Tensor:  # type: ignore[override]
+        kind = source.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else source.dtype
+        low = source.to(dtype)
+        ctx.save_for_backward(low, weight)
+        ctx.factored, ctx.input_dtype, ctx.has_bias = factored, source.dtype, bias is not None
+        factored.note_call(low.numel() // max(low.shape[-1], 1))
+        return F.linear(low, weight.to(dtype), None if bias is None else bias.to(dtype))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tuple[Optional[Tensor], ...]:  # type: ignore[override]
+        source, weight = ctx.saved_tensors
+        u = gradient.reshape(-1, gradient.shape[-1])
+        v = source.reshape(-1, source.shape[-1])
+        # Factors leave first, so that they travel while the rest is computed.
+        taken = ctx.factored.take(u, v)
+        below = down = bias = None
+        if ctx.needs_input_grad[0]:
+            below = (gradient @ weight.to(gradient.dtype)).to(ctx.input_dtype)
+        if taken:
+            ctx.factored.done()
+        else:
+            if ctx.needs_input_grad[1]:
+                down = (u.t() @ v).to(weight.dtype)
+            if ctx.has_bias and ctx.needs_input_grad[2]:
+                bias = u.sum(0).to(weight.dtype)
+        return below, down, bias, None
+
+
+def accumulate(parameter: nn.Parameter, gradient: Tensor) -> None:
+    gradient = gradient.to(parameter.device, parameter.dtype)
+    parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+
+
+def units_of(trainable: Dict[str, nn.Parameter], factors: Dict[nn.Parameter, Factored]) -> List[Unit]:
+    """Units in forward order: factored layers and large parameters alone, small ones together."""
+    units: List[Unit] = []
+    bucket: List[Tuple[str, nn.Parameter]] = []
+    seen = set()
+
+    def close() -> None:
+        if bucket:
+            name = bucket[0][0] if len(bucket) == 1 else f"{bucket[0][0]} to {bucket[-1][0]}"
+            units.append(Unit(name, [p for _, p in bucket]))
+            bucket.clear()
+
+    for name, parameter in trainable.items():
+        factored = factors.get(parameter)
+        if factored is not None:
+            if factored.name not in seen and factored.unit is not None:
+                seen.add(factored.name)
+                units.append(factored.unit)
+            continue
+        if parameter.numel() * 4 >= _OWN_MEMORY:
+            units.append(Unit(name, [parameter]))
+            continue
+        bucket.append((name, parameter))
+        if sum(p.numel() * 4 for _, p in bucket) >= _BUCKET:
+            close()
+    close()
+    return units
+
+
+def factorable(module: nn.Module) -> List[nn.Linear]:
+    """Linear layers whose weight's gradient is only made by their own forward, as far as one can see."""
+    owners: Dict[int, int] = {}
+    compiled = set()
+    for m in module.modules():
+        for p in m.parameters(recurse=False):
+            owners[id(p)] = owners.get(id(p), 0) + 1
+        if is_compiled(m):
+            # Handing out factors would break a compiled block apart at every Linear.
+            compiled.update(m.modules())
+    # Exactly Linear: subclasses have reasons of their own, and attention uses its projection's
+    # weight without calling it.
+    return [
+        m
+        for m in module.modules()
+        if type(m) is nn.Linear and m.weight.requires_grad and owners[id(m.weight)] == 1
+        and (m.bias is None or owners[id(m.bias)] == 1)
+        and m not in compiled
+        and getattr(m.__dict__.get("forward"), "__name__", "factor_forward") == "factor_forward"
+    ]
+
+
+def is_compiled(module: nn.Module) -> bool:
+    return hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
+
+
+def patch(factored: Factored) -> None:
+    linear = factored.linear
+
+    def factor_forward(source: Tensor) -> Tensor:
+        if torch.is_grad_enabled() and linear.weight.requires_grad and not torch.compiler.is_compiling():
+            factored.inside += 1
+            try:
+                return _FactorLinear.apply(source, linear.weight, linear.bias, factored)
+            finally:
+                factored.inside -= 1
+        return F.linear(source, linear.weight, linear.bias)
+
+    linear.forward = factor_forward  # type: ignore[method-assign]
+
+
+def unpatch(factored: Factored) -> None:
+    del factored.linear.forward
+
+
+class Watch(TorchFunctionMode):
+    """Sees which parameters a forward pass uses while they are not expected to be used."""
+
+    def __init__(self, unexpected: Any):
+        super().__init__()
+        self._unexpected = unexpected
+        self.seen: Set[nn.Parameter] = set()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        # Looking at an attribute is no use of the values.
+        if getattr(func, "__name__", "") != "__get__":
+            for value in (*args, *kwargs.values()):
+                for tensor in value if isinstance(value, (list, tuple)) else (value,):
+                    if isinstance(tensor, nn.Parameter) and self._unexpected(tensor):
+                        self.seen.add(tensor)
+        return func(*args, **kwargs)
+
+
+def plan(model: nn.Module, batch: int, workers: Optional[int] = None, scheme: str = "auto") -> str:
+    """A table of how each trainable parameter of ``model`` would be synchronised, and why.
+
+    ``batch`` is the number of rows a Linear layer sees per worker and step: the batch size or, for
+    sequences, batch times length.
+    """
+    model = getattr(model, "module", model) if hasattr(model, "sessions_plan") else model
+    workers = workers or (world_size() if is_initialized() else 4)
+    rows = [("parameter", "size", "scheme", "why")]
+    factored = {id(p): linear for linear in factorable(model) for p in linear.parameters()}
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            rows.append((name, str(parameter.numel()), "-", "frozen"))
+        elif id(parameter) in factored:
+            m, n = factored[id(parameter)].weight.shape
+            choice, why = _native.choose(m, n, batch, workers, scheme)
+            if parameter.dim() == 1:
+                why = "part of its weight's factors" if choice == "sfb" else "its gradient has no factors"
+            rows.append((name, str(parameter.numel()), choice, why))
+        else:
+            rows.append((name, str(parameter.numel()), "ps", "its gradient has no factors"))
+    widths = [max(len(row[i]) for row in rows) for i in range(3)]
+    line = "{:<%d}  {:>%d}  {:<%d}  {}" % tuple(widths)
+    return "\n".join(line.format(*row) for row in rows)
