@@ -147,7 +147,7 @@ class DistributedDataParallel(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled() or not self.training:
             return self.module(*args, **kwargs)
-        self._begin_forward()
+        self._begin_forward(torch.compiler.is_compiling())
         if self._watched or self._is_alone:
             return self.module(*args, **kwargs)
         return self._watched_forward(*args, **kwargs)
@@ -218,7 +218,14 @@ class DistributedDataParallel(nn.Module):
     # Forward.
 
     @torch.compiler.disable
-    def _begin_forward(self) -> None:
+    def _begin_forward(self, is_compiled: bool) -> None:
+        if is_compiled and not self._watched:
+            # Nothing of what happens inside will be seen: no factors, and nothing is taken for granted.
+            self._watched = True
+            self._used_early.update(self._trainable.values())
+            for factored in self._factored:
+                unpatch(factored)
+            self._factored = []
         self._entered = set()
         self._forwards += 1
         if self._join is not None and self._synchronises:
@@ -230,10 +237,10 @@ class DistributedDataParallel(nn.Module):
     def _watched_forward(self, *args: Any, **kwargs: Any) -> Any:
         """The first forward: sees which parameters are used in other ways than by calling their module."""
         self._watched = True
-        if any(is_compiled(m) for m in self.module.modules()):
-            # What happens inside cannot be seen: nothing is taken for granted.
-            self._used_early.update(self._trainable.values())
-            return self.module(*args, **kwargs)
+        for m in self.module.modules():
+            if is_compiled(m):
+                # What happens inside cannot be seen: nothing is taken for granted.
+                self._used_early.update(m.parameters())
         inside = {p: f for f in self._factored for p in f.linear.parameters()}
 
         def unexpected(parameter: nn.Parameter) -> bool:
