@@ -348,6 +348,7 @@ class DistributedDataParallel(nn.Module):
         self._check(unit)
         unit.send(self._session)
 
+    @_or_abort
     def _send_factors(self, factored: Factored) -> None:
         unit = factored.unit
         assert self._session is not None and unit is not None
