@@ -1,3 +1,24 @@
-//! The simulator: core's own `Syncer` and `Store` in virtual time on a virtual network.
+//! The simulator: core's own `Plan`, `Syncer`, `Gather` and `Store` in virtual time on a virtual network.
 //!
-//! Empty for now. It may depend on `poseidon-core` and on nothing else of this workspace.
+//! * [`zoo`], [`profile`]: models as data, and how long a device takes for their layers.
+//! * [`network`]: links, their bandwidth and latency.
+//! * [`setup`]: a training job to simulate; [`outcome`]: what came of it.
+//!
+//! It depends on `poseidon-core` and on nothing else of this workspace, so what is simulated is what
+//! ships.
+#![forbid(unsafe_code)]
+
+pub mod network;
+pub mod outcome;
+pub mod profile;
+pub mod setup;
+pub mod zoo;
+
+mod error;
+
+pub use error::Error;
+pub use network::{Duplex, Network, Racks};
+pub use outcome::{Bottleneck, Outcome};
+pub use profile::LayerTime;
+pub use setup::{Overlap, SchemeRule, Setup};
+pub use zoo::{Model, ModelLayer};
