@@ -8,6 +8,7 @@ the others are torchvision's. How a net is traced is in the Python package (pose
 import pathlib
 import sys
 import types
+from collections import OrderedDict
 
 import torch
 from torch import nn
@@ -26,7 +27,7 @@ def cifar10_quick():
     """Caffe's cifar10_quick, as crates/nn/models/cifar10-quick.toml has it. Caffe rounds the sizes of pooling up."""
     pool = lambda kind: kind(3, 2, ceil_mode=True)  # noqa: E731
     return nn.Sequential(
-        named(conv1=nn.Conv2d(3, 32, 5, padding=2), pool1=pool(nn.MaxPool2d), relu1=nn.ReLU(),
+        OrderedDict(conv1=nn.Conv2d(3, 32, 5, padding=2), pool1=pool(nn.MaxPool2d), relu1=nn.ReLU(),
               conv2=nn.Conv2d(32, 32, 5, padding=2), relu2=nn.ReLU(), pool2=pool(nn.AvgPool2d),
               conv3=nn.Conv2d(32, 64, 5, padding=2), relu3=nn.ReLU(), pool3=pool(nn.AvgPool2d),
               flatten=nn.Flatten(), ip1=nn.Linear(1024, 64), ip2=nn.Linear(64, 10)))
@@ -37,7 +38,7 @@ def alexnet():
     lrn = lambda: nn.LocalResponseNorm(5)  # noqa: E731
     pool = lambda: nn.MaxPool2d(3, 2)  # noqa: E731
     return nn.Sequential(
-        named(conv1=nn.Conv2d(3, 96, 11, 4), relu1=nn.ReLU(), norm1=lrn(), pool1=pool(),
+        OrderedDict(conv1=nn.Conv2d(3, 96, 11, 4), relu1=nn.ReLU(), norm1=lrn(), pool1=pool(),
               conv2=nn.Conv2d(96, 256, 5, padding=2, groups=2), relu2=nn.ReLU(), norm2=lrn(), pool2=pool(),
               conv3=nn.Conv2d(256, 384, 3, padding=1), relu3=nn.ReLU(),
               conv4=nn.Conv2d(384, 384, 3, padding=1, groups=2), relu4=nn.ReLU(),
@@ -64,7 +65,7 @@ def googlenet():
     layer. torchvision's has 3x3 kernels for the 5x5 ones, and batch norms."""
     pool = lambda: nn.MaxPool2d(3, 2, ceil_mode=True)  # noqa: E731
     return nn.Sequential(
-        named(conv1=nn.Conv2d(3, 64, 7, 2, 3), pool1=pool(), conv2_reduce=nn.Conv2d(64, 64, 1),
+        OrderedDict(conv1=nn.Conv2d(3, 64, 7, 2, 3), pool1=pool(), conv2_reduce=nn.Conv2d(64, 64, 1),
               conv2=nn.Conv2d(64, 192, 3, padding=1), pool2=pool(),
               inception_3a=Inception(192, 64, 96, 128, 16, 32, 32),
               inception_3b=Inception(256, 128, 128, 192, 32, 96, 64), pool3=pool(),
@@ -79,9 +80,9 @@ def googlenet():
 
 
 class Attention(nn.Module):
-    def __init__(self, width, heads, causal, fused):
+    def __init__(self, width, heads, fused):
         super().__init__()
-        self.heads, self.causal = heads, causal
+        self.heads = heads
         if fused:
             self.qkv = nn.Linear(width, 3 * width)
         else:
@@ -91,15 +92,15 @@ class Attention(nn.Module):
     def forward(self, x):
         parts = self.qkv(x).chunk(3, -1) if hasattr(self, "qkv") else (self.query(x), self.key(x), self.value(x))
         q, k, v = (p.unflatten(-1, (self.heads, -1)).transpose(1, 2) for p in parts)
-        # As two matrix products, which is what it costs.
+        # Neither the mask nor the order of norms changes what is computed or sent.
         weights = (q @ k.transpose(-1, -2)).softmax(-1)
         return self.out((weights @ v).transpose(1, 2).flatten(-2))
 
 
 class Block(nn.Module):
-    def __init__(self, width, heads, causal, fused):
+    def __init__(self, width, heads, fused):
         super().__init__()
-        self.attention, self.norm1 = Attention(width, heads, causal, fused), nn.LayerNorm(width)
+        self.attention, self.norm1 = Attention(width, heads, fused), nn.LayerNorm(width)
         self.up, self.down, self.norm2 = nn.Linear(width, 4 * width), nn.Linear(4 * width, width), nn.LayerNorm(width)
 
     def forward(self, x):
@@ -114,7 +115,7 @@ class Bert(nn.Module):
         super().__init__()
         self.words, self.positions = nn.Embedding(vocabulary, width), nn.Embedding(positions, width)
         self.segments, self.norm = nn.Embedding(2, width), nn.LayerNorm(width)
-        self.layers = nn.ModuleList(Block(width, 12, False, False) for _ in range(layers))
+        self.layers = nn.ModuleList(Block(width, 12, False) for _ in range(layers))
         self.pooler = nn.Linear(width, width)
 
     def forward(self, tokens):
@@ -131,7 +132,7 @@ class Gpt2(nn.Module):
     def __init__(self, width=768, vocabulary=50257, positions=1024, layers=12):
         super().__init__()
         self.tokens, self.positions = nn.Embedding(vocabulary, width), nn.Embedding(positions, width)
-        self.layers = nn.ModuleList(Block(width, 12, True, True) for _ in range(layers))
+        self.layers = nn.ModuleList(Block(width, 12, True) for _ in range(layers))
         self.norm = nn.LayerNorm(width)
 
     def forward(self, tokens):
@@ -140,12 +141,6 @@ class Gpt2(nn.Module):
         for layer in self.layers:
             x = layer(x)
         return self.norm(x) @ self.tokens.weight.t()
-
-
-def named(**modules):
-    from collections import OrderedDict
-
-    return OrderedDict(modules)
 
 
 def vision(make, **options):
