@@ -27,6 +27,6 @@ pub use error::Error;
 pub use measure::simulate;
 pub use network::{Duplex, Network, Racks};
 pub use outcome::{Bottleneck, Outcome};
-pub use profile::LayerTime;
+pub use profile::{LayerTime, Profile, ProfileError};
 pub use setup::{Overlap, SchemeRule, Setup};
-pub use zoo::{Model, ModelLayer};
+pub use zoo::{Model, ModelError, ModelLayer};
