@@ -14,9 +14,17 @@ pub mod profile;
 pub mod setup;
 pub mod zoo;
 
+mod calendar;
+mod engine;
 mod error;
+mod fabric;
+mod measure;
+mod node;
+mod plan;
+mod worker;
 
 pub use error::Error;
+pub use measure::simulate;
 pub use network::{Duplex, Network, Racks};
 pub use outcome::{Bottleneck, Outcome};
 pub use profile::{LayerTime, Profile, ProfileError};
