@@ -7,8 +7,8 @@ use std::{fmt, str::FromStr};
 pub(crate) struct Bandwidth(f64);
 
 impl Bandwidth {
-    pub(crate) fn from_bits(bits_per_second: f64) -> Self {
-        Self(bits_per_second)
+    pub(crate) const fn gigabits(per_second: f64) -> Self {
+        Self(per_second * 1e9)
     }
 
     pub(crate) fn from_bytes(bytes_per_second: f64) -> Self {
@@ -26,7 +26,7 @@ impl Bandwidth {
     /// The Ethernet one can buy that is the next faster one, if there is any.
     pub(crate) fn next_faster(self) -> Option<Self> {
         // A tenth more is not a faster network.
-        ETHERNET.into_iter().map(|gbit| Self(gbit * 1e9)).find(|next| next.0 > self.0 * 1.1)
+        ETHERNET.map(Self::gigabits).into_iter().find(|next| next.0 > self.0 * 1.1)
     }
 }
 
@@ -41,7 +41,8 @@ impl fmt::Display for Bandwidth {
         // Three digits, without zeros that say nothing.
         let decimals = if value < 9.995 { 2 } else { usize::from(value < 99.95) };
         let text = format!("{value:.decimals$}");
-        let text = if decimals > 0 { text.trim_end_matches('0').trim_end_matches('.') } else { &text };
+        let text =
+            if decimals > 0 { text.trim_end_matches('0').trim_end_matches('.') } else { &text };
         write!(f, "{text} {unit}")
     }
 }
@@ -98,8 +99,8 @@ mod tests {
             let bandwidth: Bandwidth = text.parse().unwrap();
             assert_eq!((bandwidth.bits(), &*bandwidth.to_string()), (bits, shown), "{text}");
         }
-        assert_eq!(Bandwidth::from_bits(12.34e9).to_string(), "12.3 Gbit/s");
-        assert_eq!(Bandwidth::from_bits(400e9).to_string(), "400 Gbit/s");
+        assert_eq!(Bandwidth::gigabits(12.34).to_string(), "12.3 Gbit/s");
+        assert_eq!(Bandwidth::gigabits(400.0).to_string(), "400 Gbit/s");
     }
 
     #[test]
@@ -123,8 +124,11 @@ mod tests {
 
     #[test]
     fn faster_networks_are_those_that_are_sold() {
-        let next = |gbit: f64| Bandwidth::from_bits(gbit * 1e9).next_faster().map(|b| b.bits() / 1e9);
-        assert_eq!([0.2, 1.0, 9.5, 10.0, 40.0].map(next).map(Option::unwrap), [1.0, 2.5, 25.0, 25.0, 100.0]);
+        let next = |gbit: f64| Bandwidth::gigabits(gbit).next_faster().map(|b| b.bits() / 1e9);
+        assert_eq!(
+            [0.2, 1.0, 9.5, 10.0, 40.0].map(next).map(Option::unwrap),
+            [1.0, 2.5, 25.0, 25.0, 100.0]
+        );
         assert_eq!(next(400.0), None);
     }
 }

@@ -150,7 +150,8 @@ impl Flags {
 
     fn cluster(&self, notes: &mut Vec<String>) -> anyhow::Result<Cluster> {
         let narrow = |what: &str, number: usize| {
-            u16::try_from(number).map_err(|_| anyhow::anyhow!("{what} must be at most 65534, got {number}"))
+            u16::try_from(number)
+                .map_err(|_| anyhow::anyhow!("{what} must be at most 65534, got {number}"))
         };
         let workers = narrow("--workers", self.workers)?;
         let lanes = narrow("--lanes", self.lanes)?;
@@ -244,7 +245,9 @@ fn chunk(text: &str) -> Result<ChunkSize, String> {
     let number: usize = number.parse().map_err(|_| wrong())?;
     let bytes = number.checked_mul(factor).ok_or_else(wrong)?;
     if !(SMALLEST_CHUNK..=LARGEST_CHUNK).contains(&bytes) {
-        return Err(format!("a chunk has from {SMALLEST_CHUNK} to {LARGEST_CHUNK} bytes, got {bytes}"));
+        return Err(format!(
+            "a chunk has from {SMALLEST_CHUNK} to {LARGEST_CHUNK} bytes, got {bytes}"
+        ));
     }
     Ok(ChunkSize::at_most(bytes))
 }
@@ -261,4 +264,3 @@ const LONGEST_LATENCY: f64 = 10.0;
 /// Below, there are more headers than numbers; above, a frame is too long for the wire.
 const SMALLEST_CHUNK: usize = 1 << 10;
 const LARGEST_CHUNK: usize = 1 << 30;
-

@@ -5,7 +5,7 @@ use crate::train::report::{LayerReport, units};
 use unicode_width::{UnicodeWidthChar, UnicodeWidthStr};
 
 /// A header, a row for each layer, a total. Reasons have the room that is left, two lines at most.
-pub(super) fn plan(layers: &[LayerReport], width: usize, paint: Paint) -> Vec<String> {
+pub(crate) fn plan(layers: &[LayerReport], width: usize, paint: Paint) -> Vec<String> {
     let total = LayerTotal::of(layers);
     let cells: Vec<[String; 5]> = layers.iter().map(|layer| row(layer, width / 4)).collect();
     let widths: [usize; 5] = std::array::from_fn(|column| {
