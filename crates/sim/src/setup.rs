@@ -175,6 +175,7 @@ impl Setup {
         let positive = [
             ("the bandwidth", self.network.bandwidth),
             ("the network's efficiency", self.network.efficiency),
+            ("what a node gets out of a link", self.network.ceiling.unwrap_or(1.0)),
             ("the batch", self.batch as f64),
             ("the number of iterations", self.iterations as f64),
             ("the rate of rebuilding", self.rebuild_rate.unwrap_or(1.0)),
