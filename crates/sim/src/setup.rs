@@ -170,6 +170,11 @@ impl Setup {
         if let Some(&(layer, _)) = self.overrides.iter().find(|(l, _)| l.index() >= layers) {
             return Err(Error::NoSuchLayer { layer, layers });
         }
+        let slow = self.stragglers.slow.iter().map(|(node, _)| *node);
+        let named = self.failures.iter().map(|failure| failure.node).chain(slow);
+        if let Some(node) = named.into_iter().find(|node| self.cluster.role(*node).is_none()) {
+            return Err(Error::NoSuchNode { node, nodes: self.cluster.nodes() });
+        }
         let racks = self.network.racks;
         let slow = self.stragglers.slow.iter().map(|(_, factor)| *factor);
         let positive = [
