@@ -1,4 +1,4 @@
-use poseidon_core::LayerId;
+use poseidon_core::{LayerId, NodeId};
 
 /// A setup that cannot be simulated.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
@@ -34,6 +34,14 @@ pub enum Error {
         layer: LayerId,
         /// Layers of the model.
         layers: usize,
+    },
+    /// A straggler or a failure of a node that is not there.
+    #[error("there is no node {node}: the cluster has {nodes}")]
+    NoSuchNode {
+        /// The node.
+        node: NodeId,
+        /// Nodes of the cluster.
+        nodes: usize,
     },
     /// Frames carry at most 4 GiB.
     #[error(

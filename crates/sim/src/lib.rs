@@ -3,6 +3,7 @@
 //! * [`zoo`], [`profile`]: models as data, and how long a device takes for their layers.
 //! * [`network`]: links, their bandwidth and latency.
 //! * [`setup`]: a training job to simulate; [`outcome`]: what came of it.
+//! * [`simulate`] does it; [`least_bandwidth`] does it until it knows what network a job needs.
 //!
 //! It depends on `poseidon-core` and on nothing else of this workspace, so what is simulated is what
 //! ships.
@@ -21,6 +22,7 @@ mod fabric;
 mod measure;
 mod node;
 mod plan;
+mod search;
 mod worker;
 
 pub use error::Error;
@@ -28,5 +30,6 @@ pub use measure::simulate;
 pub use network::{Duplex, Network, Racks};
 pub use outcome::{Bottleneck, Outcome};
 pub use profile::{LayerTime, Profile, ProfileError};
+pub use search::least_bandwidth;
 pub use setup::{Overlap, SchemeRule, Setup};
 pub use zoo::{Model, ModelError, ModelLayer};

@@ -16,6 +16,8 @@ pub struct Network {
     pub duplex: Duplex,
     /// The share of the bandwidth that payloads and their headers get.
     pub efficiency: f64,
+    /// Bytes per second that a node gets out of any link, however fast; `None` if it keeps up.
+    pub ceiling: Option<f64>,
     /// Racks whose links to each other are narrower than those of their nodes together.
     pub racks: Option<Racks>,
 }
@@ -48,14 +50,31 @@ impl Network {
             bandwidth,
             latency: Duration::from_micros(50),
             duplex: Duplex::Full,
-            // 1448 bytes of every 1538 on the wire are a TCP segment's payload.
-            efficiency: 0.941,
+            efficiency: TCP_SHARE,
+            ceiling: None,
             racks: None,
+        }
+    }
+
+    /// The network of Poseidon 2017 §5, as its own figures show it: a link whose two directions share
+    /// one capacity, of which a node gets at most 27 Gbit/s through TCP.
+    ///
+    /// The ceiling is fitted on one figure, VGG19-22K by parameter server on 32 nodes at 40GbE
+    /// (21.5x); `docs/reproduction.md` judges it by the others.
+    pub fn paper_2017(bandwidth: f64) -> Self {
+        Self {
+            name: "paper-2017".into(),
+            duplex: Duplex::Shared,
+            ceiling: Some(27e9 / 8.0),
+            ..Self::ethernet(bandwidth)
         }
     }
 
     /// Bytes per second that a link carries.
     pub fn rate(&self) -> f64 {
-        self.bandwidth * self.efficiency
+        (self.bandwidth * self.efficiency).min(self.ceiling.unwrap_or(f64::INFINITY))
     }
 }
+
+/// 1448 bytes of every 1538 on the wire are a TCP segment's payload.
+const TCP_SHARE: f64 = 1448.0 / 1538.0;

@@ -170,11 +170,17 @@ impl Setup {
         if let Some(&(layer, _)) = self.overrides.iter().find(|(l, _)| l.index() >= layers) {
             return Err(Error::NoSuchLayer { layer, layers });
         }
+        let slow = self.stragglers.slow.iter().map(|(node, _)| *node);
+        let named = self.failures.iter().map(|failure| failure.node).chain(slow);
+        if let Some(node) = named.into_iter().find(|node| self.cluster.role(*node).is_none()) {
+            return Err(Error::NoSuchNode { node, nodes: self.cluster.nodes() });
+        }
         let racks = self.network.racks;
         let slow = self.stragglers.slow.iter().map(|(_, factor)| *factor);
         let positive = [
             ("the bandwidth", self.network.bandwidth),
             ("the network's efficiency", self.network.efficiency),
+            ("what a node gets out of a link", self.network.ceiling.unwrap_or(1.0)),
             ("the batch", self.batch as f64),
             ("the number of iterations", self.iterations as f64),
             ("the rate of rebuilding", self.rebuild_rate.unwrap_or(1.0)),
