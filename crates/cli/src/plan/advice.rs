@@ -3,7 +3,7 @@
 use super::forecast::{images_per_second, simulate_all};
 use super::{Bandwidth, Question};
 use crate::train::report::units;
-use poseidon_core::{Cluster, Servers};
+use poseidon_core::{Cluster, LayerId, Scheme, Servers};
 use poseidon_sim::{Error, Outcome, Overlap, SchemeRule, Setup};
 use serde::Serialize;
 
@@ -83,7 +83,7 @@ fn changes(question: &Question, setup: &Setup) -> Vec<Change> {
     for rule in [SchemeRule::Auto, SchemeRule::Ps, SchemeRule::Sfb] {
         let other = Setup { scheme: rule, overrides: Vec::new(), ..setup.clone() };
         // Not if it comes to the same.
-        if other.plan() != setup.plan() || setup.scheme == SchemeRule::Adam {
+        if schemes(&other) != schemes(setup) || setup.scheme == SchemeRule::Adam {
             add(format!("--scheme {rule}"), None, other);
         }
     }
@@ -91,6 +91,12 @@ fn changes(question: &Question, setup: &Setup) -> Vec<Change> {
         add("--overlap full".into(), None, Setup { overlap: Overlap::Full, ..setup.clone() });
     }
     changes
+}
+
+fn schemes(setup: &Setup) -> Vec<Option<Scheme>> {
+    let plan = setup.plan();
+    let ids = (0..setup.layers.len() as u32).map(LayerId);
+    ids.map(|layer| plan.choice(layer).map(|choice| choice.scheme)).collect()
 }
 
 /// Twice the servers; where the workers are the servers, as many dedicated ones beside them.

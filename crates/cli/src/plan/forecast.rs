@@ -4,7 +4,7 @@ use super::advice::{self, Advice};
 use super::search::{self, Found};
 use super::{Bandwidth, Question};
 use poseidon_core::{Cluster, LayerId, LayerKind, NodeId, Plan, Scheme, Servers};
-use poseidon_sim::{Error, Outcome, SchemeRule, Setup, simulate};
+use poseidon_sim::{Error, Outcome, SchemeRule, Setup, least_bandwidth, simulate};
 use serde::Serialize;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -96,7 +96,7 @@ impl Forecast {
 impl Beyond {
     fn new(question: &Question, setup: &Setup, outcome: &Outcome) -> Result<Self, Error> {
         Ok(Self {
-            enough: enough(setup, outcome)?,
+            enough: least_bandwidth(setup, GOOD)?.map(Bandwidth::from_bytes),
             advice: advice::advice(question, setup, outcome)?,
             by_workers: by_workers(setup)?,
             by_bandwidth: by_bandwidth(setup)?,
@@ -136,44 +136,6 @@ pub(super) fn simulate_all(setups: &[Setup]) -> Result<Vec<Outcome>, Error> {
     done.into_iter()
         .map(|slot| slot.into_inner().expect("nobody holds it").expect("every slot was filled"))
         .collect()
-}
-
-/// Narrows down the least bandwidth that makes the workers [`GOOD`].
-fn enough(setup: &Setup, outcome: &Outcome) -> Result<Option<Bandwidth>, Error> {
-    let good_with = |bytes: f64| -> Result<bool, Error> {
-        let mut other = setup.clone();
-        other.network.bandwidth = bytes;
-        Ok(efficiency(&other, &simulate(&other)?) >= GOOD)
-    };
-    let good = efficiency(setup, outcome) >= GOOD;
-    // The edge lies between `lo`, which is too little, and `hi`, which is enough.
-    let (mut lo, mut hi) = (setup.network.bandwidth, setup.network.bandwidth);
-    loop {
-        if good {
-            lo /= 4.0;
-            if lo < SLOWEST.bytes() {
-                return Ok(Some(Bandwidth::from_bytes(hi)));
-            }
-            if !good_with(lo)? {
-                break;
-            }
-            hi = lo;
-        } else {
-            hi *= 4.0;
-            if hi > FASTEST.bytes() {
-                return Ok(None);
-            }
-            if good_with(hi)? {
-                break;
-            }
-            lo = hi;
-        }
-    }
-    while hi / lo > CLOSE {
-        let middle = (lo * hi).sqrt();
-        if good_with(middle)? { hi = middle } else { lo = middle }
-    }
-    Ok(Some(Bandwidth::from_bytes(hi)))
 }
 
 fn by_workers(setup: &Setup) -> Result<Vec<Point>, Error> {
@@ -292,10 +254,6 @@ fn kind(kind: LayerKind) -> &'static str {
 
 /// Beyond this efficiency, a faster network is hardly worth its price.
 const GOOD: f64 = 0.95;
-/// The edge is found within this factor: closer than any model of a network is to the network.
-const CLOSE: f64 = 1.02;
-const SLOWEST: Bandwidth = Bandwidth::gigabits(0.001);
-const FASTEST: Bandwidth = Bandwidth::gigabits(10_000.0);
 /// In Gbit/s.
 const SWEEP: [f64; 7] = [1.0, 2.5, 5.0, 10.0, 25.0, 40.0, 100.0];
 /// Events of one simulation, above which dozens of them would take minutes: about two seconds' worth.
@@ -330,30 +288,6 @@ mod tests {
                 );
             }
         }
-    }
-
-    #[test]
-    fn enough_is_the_edge() {
-        let setup = setup(Servers::Colocated, SchemeRule::Ps);
-        let found = enough(&setup, &simulate(&setup).unwrap()).unwrap().unwrap();
-        let with = |factor: f64| {
-            let mut other = setup.clone();
-            other.network.bandwidth = found.bytes() * factor;
-            efficiency(&other, &simulate(&other).unwrap())
-        };
-        assert!(with(1.0) >= GOOD && with(0.97) < GOOD, "{found}");
-        // From either side.
-        let mut slow = setup.clone();
-        slow.network.bandwidth = 1e8;
-        let again = enough(&slow, &simulate(&slow).unwrap()).unwrap().unwrap();
-        assert!((again.bits() / found.bits()).ln().abs() < 2.0 * CLOSE.ln(), "{again}, {found}");
-    }
-
-    #[test]
-    fn no_bandwidth_makes_up_for_latency() {
-        let mut setup = setup(Servers::Colocated, SchemeRule::Auto);
-        setup.network.latency = std::time::Duration::from_secs(1);
-        assert_eq!(enough(&setup, &simulate(&setup).unwrap()).unwrap(), None);
     }
 
     #[test]

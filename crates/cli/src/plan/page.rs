@@ -1,13 +1,14 @@
 //! The plan as a page: one file with everything in it, which asks nothing of the network.
 
 use super::forecast::{Beyond, Forecast, Point};
-use super::text::{basis, gain, headline, machines};
+use super::text::{basis, gain, machines};
 use super::{Bandwidth, Question, bottleneck, fold};
 use crate::train::report::curves::{Frame, frame, line, polyline};
 use crate::train::report::page::{STYLE, TIPS, figure, plan};
 use crate::train::report::svg::{self, At, Axis, Escaped};
 use crate::train::report::{LayerReport, Span, Timeline, Track, What, bars, timeline, units};
-use poseidon_core::Servers;
+use poseidon_core::{Layer, LayerId, LayerKind, Plan, Servers};
+use poseidon_sim::{Overlap, Setup};
 use std::fmt::Write;
 
 /// Everything on one page.
@@ -37,8 +38,13 @@ pub(super) fn page(question: &Question, forecast: &Forecast) -> String {
     }
 
     page.push_str("<h2>Communication</h2>\n");
-    figure(&mut page, "Bytes by layer", "What a node sends for each layer in one step, on average.");
-    let layers: Vec<LayerReport> = forecast.layers.iter().map(|layer| fold::row(&[layer])).collect();
+    figure(
+        &mut page,
+        "Bytes by layer",
+        "What a node sends for each layer in one step, on average.",
+    );
+    let layers: Vec<LayerReport> =
+        forecast.layers.iter().map(|layer| fold::row(&[layer])).collect();
     bars::layers(&mut page, &layers, |layer| bytes_as_ps(forecast, layer));
     page.push_str("</figure>\n<h2>One iteration</h2>\n");
     figure(
@@ -63,12 +69,17 @@ pub(super) fn page(question: &Question, forecast: &Forecast) -> String {
 fn summary(question: &Question, forecast: &Forecast) -> String {
     let outcome = &forecast.outcome;
     let mut text = format!(
-        "{}: {} are predicted to train {:.1} times as fast as one. A step takes {}, of which workers wait {}.",
-        headline(question, forecast),
-        units::plural(forecast.setup.cluster.workers() as u64, "worker"),
+        "{} has {} parameters. {}, connected by {} {}, are predicted to train it {:.1} times as fast as \
+         one alone. A step takes {}, of which workers wait {}. The bottleneck: {}.",
+        question.model.name,
+        units::count(question.model.parameters() as u64),
+        machines(&forecast.setup.cluster),
+        Bandwidth::from_bytes(forecast.setup.network.bandwidth),
+        forecast.setup.network.name,
         outcome.speedup,
         units::duration(outcome.iteration_seconds),
         units::percent(outcome.stall_fraction),
+        outcome.reason,
     );
     match forecast.beyond.as_ref().map(|beyond| beyond.enough) {
         Some(Some(enough)) => {
@@ -99,14 +110,14 @@ fn tiles(page: &mut String, forecast: &Forecast) {
     };
     let compute = format!("{} of it computing", units::duration(outcome.compute_seconds));
     let linear = format!("with {workers}; {} of linear", units::percent(forecast.efficiency()));
+    let waiting = format!("of the time; limit: {}", bottleneck(outcome.bottleneck));
     let tiles = [
         ("Speed-up", format!("{:.1}", outcome.speedup), linear.as_str()),
         ("Iteration", units::duration(outcome.iteration_seconds), &compute),
         ("Samples per second", units::rate(forecast.images_per_second()), "of all workers"),
-        ("Waiting", units::percent(outcome.stall_fraction), "of a worker's time"),
+        ("Waiting", units::percent(outcome.stall_fraction), &waiting),
         ("Sent per step", units::bytes(sent), "by the busiest node"),
         ("Bandwidth for 95 %", enough, "the least that is enough"),
-        ("Bottleneck", bottleneck(outcome.bottleneck).into(), &outcome.reason),
     ];
     page.push_str("<dl class=\"tiles\">\n");
     for (name, value, about) in tiles {
@@ -135,7 +146,12 @@ fn by_workers(page: &mut String, forecast: &Forecast, points: &[Point]) {
         }
     }
     let unit = "workers";
-    curve(page, "workers", "Speed-up by workers", Curve { points, x, y, marks, unit, linear: Some(all) });
+    curve(
+        page,
+        "workers",
+        "Speed-up by workers",
+        Curve { points, x, y, marks, unit, linear: Some(all) },
+    );
     page.push_str("</figure>\n");
 }
 
@@ -187,7 +203,9 @@ fn curve(page: &mut String, id: &str, title: &str, curve: Curve<'_>) {
     if let Some(end) = linear {
         line(page, "linear", &polyline(&[(0.0, 0.0), (end, end)], x, y));
     }
-    for (class, name, points) in [("test", "parameter server alone", &ps), ("train", "this plan", &ours)] {
+    for (class, name, points) in
+        [("test", "parameter server alone", &ps), ("train", "this plan", &ours)]
+    {
         line(page, class, &polyline(points, x, y));
         for &(at, speedup) in points {
             let label = marks.iter().find(|(mark, _)| *mark == at).map(|(_, label)| label.clone());
@@ -255,21 +273,45 @@ fn iteration(forecast: &Forecast) -> Timeline {
     let mut end = begin;
     for ((layer, seen), backward) in setup.layers.iter().zip(&outcome.timeline).zip(&backward) {
         let name = &layer.name;
-        add(Track::Compute, name, What::Backward, seen.ready - backward - begin, seen.ready - begin);
+        add(
+            Track::Compute,
+            name,
+            What::Backward,
+            seen.ready - backward - begin,
+            seen.ready - begin,
+        );
         if layer.len > 0 && seen.applied > seen.ready {
             add(Track::Network, name, What::Sync, seen.ready - begin, seen.applied - begin);
         }
         end = end.max(seen.ready);
     }
-    // The next step's forward: every layer waits for its own result.
+    // The next step's forward. Every layer waits for its own result, or the first one for all.
     let mut now = end - begin;
-    for ((layer, seen), time) in setup.layers.iter().zip(&outcome.timeline).zip(&setup.times) {
-        let there = now.max(seen.applied - begin);
+    let all = outcome.timeline.iter().map(|seen| seen.applied - begin).fold(now, f64::max);
+    let plan = setup.plan();
+    for (i, ((layer, seen), time)) in
+        (0..).zip(setup.layers.iter().zip(&outcome.timeline).zip(&setup.times))
+    {
+        let applied = if setup.overlap == Overlap::Full { seen.applied - begin } else { all };
+        let there = now.max(applied);
         add(Track::Compute, &layer.name, What::Wait, now, there);
-        add(Track::Compute, &layer.name, What::Forward, there, there + time.forward);
-        now = there + time.forward;
+        let rebuilt = there + rebuilding(setup, &plan, LayerId(i));
+        add(Track::Compute, &layer.name, What::Rebuild, there, rebuilt);
+        now = rebuilt + time.forward;
+        add(Track::Compute, &layer.name, What::Forward, rebuilt, now);
     }
     Timeline { step: setup.iterations as u64, rank: 0, seconds: now, spans }
+}
+
+/// Seconds that a worker takes to rebuild the others' share of a layer's gradient.
+fn rebuilding(setup: &Setup, plan: &Plan, layer: LayerId) -> f64 {
+    let Layer { kind: LayerKind::Fc { m, n }, .. } = setup.layers[layer.index()] else {
+        return 0.0;
+    };
+    let (Some(_), Some(rate)) = (plan.factors(layer), setup.rebuild_rate) else { return 0.0 };
+    let others = setup.cluster.workers() - 1;
+    let rows = setup.batch * setup.rows[layer.index()].max(1) * others;
+    2.0 * m as f64 * n as f64 * rows as f64 / rate
 }
 
 fn settings(page: &mut String, question: &Question, forecast: &Forecast) {
@@ -289,7 +331,9 @@ fn settings(page: &mut String, question: &Question, forecast: &Forecast) {
         ("overlap", setup.overlap.to_string()),
         ("largest chunk", format!("{} KiB", setup.chunk.max >> 10)),
     ];
-    page.push_str("<details><summary>What was simulated</summary>\n<div class=\"card\"><table><tbody>\n");
+    page.push_str(
+        "<details><summary>What was simulated</summary>\n<div class=\"card\"><table><tbody>\n",
+    );
     for (name, value) in facts {
         let _ = writeln!(page, "<tr><td>{name}</td><td>{}</td></tr>", Escaped(&value));
     }

@@ -49,7 +49,7 @@ pub(crate) struct Flags {
     servers: Option<String>,
 
     /// Threads, and connections to each peer, that move data in every node.
-    #[arg(long, value_name = "L", default_value = "2", value_parser = positive, help_heading = CLUSTER)]
+    #[arg(long, value_name = "L", default_value = "1", value_parser = positive, help_heading = CLUSTER)]
     lanes: usize,
 
     /// Of a node's link: 10gbit, 200mbit, 25GbE.
@@ -70,9 +70,10 @@ pub(crate) struct Flags {
     #[arg(long, value_name = "auto|ps|sfb|adam", default_value = "auto", help_heading = EXCHANGE)]
     scheme: SchemeRule,
 
-    /// How much of the communication may run beside computing.
-    #[arg(long, value_name = "none|backward|full", default_value = "full", help_heading = EXCHANGE)]
-    overlap: Overlap,
+    /// How much of the communication may run beside computing [default: full; on the paper's network
+    /// backward, as in the paper].
+    #[arg(long, value_name = "none|backward|full", help_heading = EXCHANGE)]
+    overlap: Option<Overlap>,
 
     /// Largest chunk of a layer, in bytes: 256k, 1m.
     #[arg(long, value_name = "BYTES", value_parser = chunk, allow_hyphen_values = true, help_heading = EXCHANGE)]
@@ -108,7 +109,9 @@ impl Question {
         let (times, basis) = profile.times(&model, flags.batch)?;
         let mut setup = Setup::new(&model, times, cluster, flags.batch, network);
         setup.scheme = flags.scheme;
-        setup.overlap = flags.overlap;
+        // The paper's workers wait for all layers before the next step (Algorithm 2).
+        let usual = if setup.network.name == PAPER { Overlap::Backward } else { Overlap::Full };
+        setup.overlap = flags.overlap.unwrap_or(usual);
         setup.chunk = flags.chunk.unwrap_or_default();
         setup.rebuild_rate = profile.rates.map(|rates| rates.fc);
         setup.check()?;
@@ -202,7 +205,8 @@ fn enough_chunks(setup: &Setup) -> anyhow::Result<()> {
 fn network(name: &str, bandwidth: Bandwidth) -> anyhow::Result<Network> {
     match name.to_ascii_lowercase().as_str() {
         "ethernet" => Ok(Network::ethernet(bandwidth.bytes())),
-        _ => bail!("there is no network '{name}'; known are ethernet, paper-2017"),
+        PAPER => Ok(Network::paper_2017(bandwidth.bytes())),
+        _ => bail!("there is no network '{name}'; known are ethernet and {PAPER}"),
     }
 }
 
@@ -253,6 +257,7 @@ fn chunk(text: &str) -> Result<ChunkSize, String> {
 }
 
 const DEFAULT_MODEL: &str = "vgg19";
+const PAPER: &str = "paper-2017";
 const MODEL: &str = "What is trained";
 const CLUSTER: &str = "On what";
 const NETWORK: &str = "Network";

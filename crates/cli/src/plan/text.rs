@@ -17,7 +17,8 @@ pub(super) fn text(question: &Question, forecast: &Forecast, report: Option<&Pat
         paint.dim(&printable(&basis(question))),
         String::new(),
     ];
-    lines.extend(table::plan(&fold::folded(&forecast.layers), width, paint));
+    let layers = forecast.layers.len();
+    lines.extend(table::folded(&fold::folded(&forecast.layers), layers, width, paint));
     lines.push(String::new());
     lines.extend(facts(forecast).into_iter().map(|(name, value)| named(paint, name, &value)));
     match &forecast.beyond {
