@@ -56,6 +56,17 @@ impl Network {
         }
     }
 
+    /// A virtual cluster of network namespaces: its rate limit counts a packet's Ethernet header, but
+    /// no preamble and no gap between packets.
+    pub fn virtual_cluster(bandwidth: f64) -> Self {
+        Self {
+            name: "virtual-cluster".into(),
+            latency: Duration::from_micros(30),
+            efficiency: 1448.0 / 1514.0,
+            ..Self::ethernet(bandwidth)
+        }
+    }
+
     /// The network of Poseidon 2017 §5, as its own figures show it: a link whose two directions share
     /// one capacity, of which a node gets at most 27 Gbit/s through TCP.
     ///

@@ -256,6 +256,22 @@ fn a_lost_node_stops_the_job_and_is_named() {
     }
 }
 
+/// A simulation costs its events, and those are two for a frame (it leaves, it lands) and a few for
+/// computing, however many nodes there are. `examples/scale.rs` shows the seconds.
+#[test]
+fn events_grow_as_frames() {
+    for workers in [4, 8, 16, 32] {
+        let mut setup = setup(workers, Servers::Colocated, SchemeRule::Ps, 1.25e9);
+        setup.iterations = 2;
+        let outcome = run(&setup);
+        let (chunks, nodes) = (setup.plan().all_chunks().count() as u64, u64::from(workers));
+        let frames = 2 * 2 * chunks * (nodes - 1);
+        let computing = 2 * 2 * nodes * setup.layers.len() as u64;
+        assert!(outcome.events >= 2 * frames + computing);
+        assert!(outcome.events <= (2 * frames + computing) * 11 / 10, "{workers}");
+    }
+}
+
 #[test]
 fn one_worker_alone_computes() {
     let outcome = run(&setup(1, Servers::Colocated, SchemeRule::Auto, 1e9));
