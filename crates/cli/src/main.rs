@@ -8,6 +8,8 @@ mod data;
 mod job;
 mod launch;
 mod orphan;
+mod plan;
+mod profile;
 mod query;
 mod serve;
 mod supervise;
@@ -30,6 +32,8 @@ struct Cli {
 #[derive(Subcommand)]
 enum Command {
     Train(Box<train::Args>),
+    Plan(Box<plan::Args>),
+    Profile(profile::Args),
     Data(data::Args),
     Launch(launch::Args),
     Serve(serve::Args),
@@ -41,6 +45,8 @@ impl Command {
     fn run(self) -> anyhow::Result<ExitCode> {
         match self {
             Self::Train(args) => train::run(*args),
+            Self::Plan(args) => plan::run(*args),
+            Self::Profile(args) => profile::run(args),
             Self::Data(args) => data::run(args),
             Self::Launch(args) => launch::run(args),
             Self::Serve(args) => serve::run(args),
@@ -92,6 +98,9 @@ const EXAMPLES: &str = "\
 Examples:
   Train a small net on this machine, with nothing else installed:
     poseidon train
+
+  What VGG19 would do on sixteen machines and 10GbE, before they are bought:
+    poseidon plan --model vgg19 --workers 16 --bandwidth 10gbit
 
   Train with four workers on this machine, each also a server:
     poseidon launch -n 4 -- python train.py --epochs 10

@@ -2,8 +2,8 @@
 
 mod facts;
 mod inputs;
-mod report;
-mod screen;
+pub(crate) mod report;
+pub(crate) mod screen;
 mod settings;
 mod worker;
 

@@ -3,7 +3,7 @@
 //! * [`layer`], [`cluster`]: what is trained, and on which nodes.
 //! * [`cost`], [`scheme`]: what it costs to synchronise a layer, and the cheapest exact way.
 //! * [`chunk`], [`plan`]: how a layer is cut into chunks and where each chunk lives.
-//! * [`wire`]: the bytes two nodes exchange (`docs/wire.md`).
+//! * [`wire`]: the bytes two nodes exchange (`docs/wire.md`); [`queue`]: in which order.
 //! * [`syncer`], [`factors`]: the state machines of one layer on one lane of a worker, by scheme.
 //! * [`store`]: the state machine of one shard: accumulates, updates, answers.
 //! * [`optim`]: what a shard does with a reduced gradient.
@@ -20,6 +20,7 @@ pub mod factors;
 pub mod layer;
 pub mod optim;
 pub mod plan;
+pub mod queue;
 pub mod scheme;
 pub mod store;
 pub mod syncer;
@@ -35,6 +36,7 @@ pub use ids::{Clock, LaneId, LayerId, NodeId};
 pub use layer::{Layer, LayerKind};
 pub use optim::{Optimizer, Reduction};
 pub use plan::{Plan, Shard};
+pub use queue::Queue;
 pub use scheme::{Policy, Scheme};
 pub use store::Store;
 pub use syncer::Syncer;

@@ -40,6 +40,17 @@ pub struct Rules {
     pub batch: Option<usize>,
 }
 
+/// What is decided about one layer before its chunks are placed.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Way {
+    /// How it is synchronised, and why.
+    pub choice: Choice,
+    /// How its chunks are spread.
+    pub placement: Placement,
+    /// Most rows of factors a worker has in one step; `None` if no factors will be sent.
+    pub batch: Option<usize>,
+}
+
 /// Layer → scheme and chunks, and chunk → shard, with a version.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Plan {
@@ -58,17 +69,29 @@ struct LayerPlan {
 
 impl Plan {
     /// Chooses a scheme for each of `layers` and places their chunks on the servers of `cluster`.
+    pub fn new(cluster: &Cluster, layers: &[Layer], rules: Rules) -> Self {
+        let Rules { chunk, placement, policy, batch } = rules;
+        let way = |layer| Way { choice: choose(layer, cluster, batch, policy), placement, batch };
+        Self::along(cluster, layers, chunk, layers.iter().map(way))
+    }
+
+    /// The plan for choices made elsewhere: `ways` has one for each of `layers`.
     ///
     /// Layers that go by factors have chunks on shards too: their initial values come from there.
-    pub fn new(cluster: &Cluster, layers: &[Layer], rules: Rules) -> Self {
+    pub fn along(
+        cluster: &Cluster,
+        layers: &[Layer],
+        chunk: ChunkSize,
+        ways: impl IntoIterator<Item = Way>,
+    ) -> Self {
         let mut plans: Vec<LayerPlan> = Vec::with_capacity(layers.len());
+        let mut placements = Vec::with_capacity(layers.len());
         let mut first_lane: u32 = 0;
-        for layer in layers {
-            let choice = choose(layer, cluster, rules.batch, rules.policy);
-            let factors = match (choice.scheme, layer.kind, rules.batch) {
+        for (layer, Way { choice, placement, batch }) in layers.iter().zip(ways) {
+            let factors = match (choice.scheme, layer.kind, batch) {
                 (Scheme::Sfb, LayerKind::Fc { m, n }, Some(batch)) => {
                     let lane = (first_lane % u32::from(cluster.lanes())) as u16;
-                    let layout = Layout::new((m, n), batch, cluster, rules.chunk, lane);
+                    let layout = Layout::new((m, n), batch, cluster, chunk, lane);
                     first_lane = first_lane.wrapping_add(layout.chunks());
                     Some(layout)
                 }
@@ -76,17 +99,18 @@ impl Plan {
             };
             let chunks = Chunks::whole(layer.len);
             plans.push(LayerPlan { choice, factors, chunks, shards: Vec::new() });
+            placements.push(placement);
         }
         // Each kind of traffic is balanced by itself: what goes by factors says nothing about the
         // load of a shard.
         for scheme in [Scheme::Ps, Scheme::Sfb] {
-            let those = |plan: &LayerPlan| plan.choice.scheme == scheme;
-            let layers = plans.iter_mut().zip(layers.iter().map(|layer| layer.len));
-            let layers = layers.filter(|(plan, _)| those(plan)).collect();
-            match rules.placement {
-                Placement::Balanced => place_evenly(cluster, layers, rules.chunk),
-                Placement::PerTensor => place_whole(cluster, layers),
-            }
+            let lens = layers.iter().map(|layer| layer.len);
+            let those = plans.iter_mut().zip(lens).zip(&placements);
+            let those = those.filter(|((plan, _), _)| plan.choice.scheme == scheme);
+            let (even, whole): (Vec<_>, Vec<_>) =
+                those.partition(|(_, placement)| **placement == Placement::Balanced);
+            place_evenly(cluster, even.into_iter().map(|(layer, _)| layer).collect(), chunk);
+            place_whole(cluster, whole.into_iter().map(|(layer, _)| layer).collect());
         }
         Self { version: 1, layers: plans }
     }

@@ -8,8 +8,11 @@
 //! it *lends* its gradient's memory and the others are added to it in place: no copy in, no copy
 //! out. Otherwise the sum lives in a recycled buffer, so a shard that keeps up touches only a few
 //! chunks' worth of memory however large the model is.
+//!
+//! In a simulation there are no numbers: [`Store::ghost`] judges, counts and answers like any other
+//! store, and all its sums are empty.
 
-use crate::optim::{self, Optimizer, Step};
+use crate::optim::{self, Optimizer, Reduction, Step};
 
 use crate::wire::{Header, Kind};
 use crate::{ChunkKey, Clock, NodeId, Plan, Shard, Violation};
@@ -89,7 +92,10 @@ type SlotId = u32;
 #[derive(Debug)]
 struct Slot {
     key: ChunkKey,
+    /// Elements a contribution must have.
     len: usize,
+    /// Elements that memory is kept for: as many, or none in a simulation.
+    room: usize,
     /// False if the layer goes by factors: only its initial values pass through here.
     collects: bool,
     /// The clock it collects or will collect next.
@@ -152,6 +158,7 @@ impl Store {
             slots.push(Slot {
                 key,
                 len: plan.len(key),
+                room: plan.len(key),
                 collects: plan.factors(key.layer).is_none(),
                 clock: Clock(0),
                 parameters: None,
@@ -162,6 +169,15 @@ impl Store {
             });
         }
         Self { workers, optimizer, order, slots, index, free: BTreeMap::new() }
+    }
+
+    /// The same shard without numbers, for simulations: contributions are judged by their headers
+    /// and have no pieces, results are empty.
+    pub fn ghost(plan: &Plan, shard: Shard, workers: usize) -> Self {
+        let sum = Optimizer::Reduce(Reduction::Sum);
+        let mut store = Self::new(plan, shard, workers, sum, Order::Arrival);
+        store.slots.iter_mut().for_each(|slot| slot.room = 0);
+        store
     }
 
     /// A contribution is about to arrive, from the wire or from the worker on this node. Checks it
@@ -208,7 +224,7 @@ impl Store {
         if self.order == Order::Rank && round.kind == Kind::Push {
             let free = &mut self.free;
             let own = round.waiting.entry(contribution.worker);
-            let own = own.or_insert_with(|| buffer(free, slot.len));
+            let own = own.or_insert_with(|| buffer(free, slot.room));
             unshared(own)[start..contribution.done].copy_from_slice(piece);
         } else {
             let sum = round.sum.as_mut().map(unshared).or(lent);
@@ -234,7 +250,7 @@ impl Store {
                     let sum = round.sum.as_mut().map(unshared);
                     let sum = sum.expect("nothing is lent in rank order");
                     add_or_assign(sum, &mut round.filled, 0, &own);
-                    self.free.entry(slot.len).or_default().push(own);
+                    self.free.entry(slot.room).or_default().push(own);
                 }
                 round.turn += 1;
             }
@@ -292,7 +308,7 @@ impl Store {
         let free: usize = self.free.iter().map(|(len, buffers)| len * buffers.len()).sum();
         let held = self.slots.iter().map(|s| {
             let sums = |r: &Round| usize::from(r.sum.is_some()) + r.waiting.len();
-            let round = s.round.as_ref().map_or(0, |r| s.len * sums(r));
+            let round = s.round.as_ref().map_or(0, |r| s.room * sums(r));
             let parameters = s.parameters.as_ref().map_or(0, |p| p.len());
             round + parameters + s.state.iter().map(Vec::len).sum::<usize>()
         });
@@ -356,8 +372,8 @@ impl Store {
                     kind: header.kind,
                     rate: header.value,
                     opened: now,
-                    sum: (!loan).then(|| buffer(&mut self.free, slot.len)),
-                    filled: if loan { slot.len } else { 0 },
+                    sum: (!loan).then(|| buffer(&mut self.free, slot.room)),
+                    filled: if loan { slot.room } else { 0 },
                     finished: 0,
                     waiting: BTreeMap::new(),
                     turn: 0,
@@ -366,7 +382,8 @@ impl Store {
         }
         let lent = slot.round.as_ref().is_some_and(|round| round.sum.is_none());
         slot.contributors[worker] = Progress::Arriving;
-        Ok(Contribution { slot: id, worker, done: 0, len: expected / size_of::<f32>(), lent })
+        let len = if carries { slot.room } else { 0 };
+        Ok(Contribution { slot: id, worker, done: 0, len, lent })
     }
 
     fn complete(&mut self, id: SlotId, lent: Option<&mut [f32]>) -> Completed {
@@ -385,7 +402,7 @@ impl Store {
         } else if !slot.collects {
             Outcome::Held(round.sum.expect("initial values are never lent"))
         } else if round.kind == Kind::Init {
-            slot.state = vec![vec![0.0; slot.len]; self.optimizer.state_vectors()];
+            slot.state = vec![vec![0.0; slot.room]; self.optimizer.state_vectors()];
             let initial = round.sum.expect("initial values are never lent");
             Outcome::Held(slot.parameters.insert(initial).clone())
         } else {
@@ -393,7 +410,7 @@ impl Store {
             // Every worker has the last result, or it could not have contributed to this one; but a
             // link may not have let go of it yet.
             if Arc::get_mut(parameters).is_none() {
-                let mut copy = buffer(&mut self.free, slot.len);
+                let mut copy = buffer(&mut self.free, slot.room);
                 unshared(&mut copy).copy_from_slice(parameters);
                 *parameters = copy;
             }
@@ -405,7 +422,7 @@ impl Store {
                 clock: Clock(clock.0 + slot.steps_before),
                 state: &mut slot.state,
             });
-            self.free.entry(slot.len).or_default().extend(round.sum);
+            self.free.entry(slot.room).or_default().extend(round.sum);
             Outcome::Held(parameters.clone())
         };
         Completed { key: slot.key, clock, result }

@@ -1,20 +1,18 @@
-//! What a lane sends next to one peer: the one place where that is decided.
+//! What a lane sends next to one peer: core's queue decides, and batches of it are written together.
 
 use crate::exchange::Lent;
 use crate::factors::Rows;
-use poseidon_core::LayerId;
+use poseidon_core::queue::{BATCH_BYTES, BATCH_FRAMES};
 use poseidon_core::wire::{Header, Kind};
-use std::cmp::Reverse;
-use std::collections::{BinaryHeap, VecDeque};
+use poseidon_core::{LayerId, Queue};
+use std::collections::VecDeque;
 use std::io::{self, IoSlice};
 use std::sync::Arc;
 
-/// Frames waiting for one peer. The layer nearest the input goes first, because the next forward
-/// pass needs it first; within a layer, first come first served.
+/// Frames waiting for one peer, and those on their way.
 #[derive(Debug, Default)]
 pub(crate) struct Outbox {
-    waiting: BinaryHeap<Waiting>,
-    arrived: u64,
+    waiting: Queue<Frame>,
     /// Chosen and on their way: written together, in order.
     batch: VecDeque<Frame>,
     /// Bytes of the batch's first frame that the link has taken.
@@ -44,21 +42,11 @@ pub(crate) enum Payload {
     Text(Box<[u8]>),
 }
 
-/// Enough that short frames share a system call, little enough that an urgent one does not wait
-/// long behind a batch.
-const BATCH_BYTES: usize = 128 << 10;
-const BATCH_FRAMES: usize = 16;
-
 impl Outbox {
     pub(crate) fn push(&mut self, header: &Header, payload: Payload) {
-        // Goodbyes wait for everything else; other frames without a chunk have layer 0.
-        let layer = if header.kind == Kind::Bye { u64::MAX } else { header.chunk.layer.0.into() };
-        self.arrived += 1;
-        let order = Reverse((layer, self.arrived));
         let layer = matches!(header.kind, Kind::Push | Kind::Update | Kind::Init | Kind::Factors)
             .then_some(header.chunk.layer);
-        let frame = Frame { header: header.encode(), layer, payload };
-        self.waiting.push(Waiting { order, frame });
+        self.waiting.push(header, Frame { header: header.encode(), layer, payload });
     }
 
     pub(crate) fn is_empty(&self) -> bool {
@@ -69,12 +57,12 @@ impl Outbox {
     pub(crate) fn discard(&mut self, mut gone: impl FnMut(Payload)) {
         self.written = 0;
         self.batch.drain(..).for_each(|frame| gone(frame.payload));
-        self.waiting.drain().for_each(|waiting| gone(waiting.frame.payload));
+        self.waiting.drain().for_each(|frame| gone(frame.payload));
     }
 
     /// Forgets all frames the link has not begun to take.
     pub(crate) fn drop_unsent(&mut self) {
-        self.waiting.clear();
+        self.waiting = Queue::default();
         self.batch.truncate(usize::from(self.written > 0));
     }
 
@@ -89,8 +77,8 @@ impl Outbox {
             let mut bytes = 0;
             while bytes < BATCH_BYTES && self.batch.len() < BATCH_FRAMES {
                 let Some(next) = self.waiting.pop() else { break };
-                bytes += next.frame.len();
-                self.batch.push_back(next.frame);
+                bytes += next.len();
+                self.batch.push_back(next);
             }
         }
         let mut slices = [IoSlice::new(&[]); 2 * BATCH_FRAMES];
@@ -138,32 +126,6 @@ impl Payload {
             Self::Factors(rows) => bytemuck::cast_slice(rows.values()),
             Self::Text(text) => text,
         }
-    }
-}
-
-#[derive(Debug)]
-struct Waiting {
-    order: Reverse<(u64, u64)>,
-    frame: Frame,
-}
-
-impl PartialEq for Waiting {
-    fn eq(&self, other: &Self) -> bool {
-        self.order == other.order
-    }
-}
-
-impl Eq for Waiting {}
-
-impl PartialOrd for Waiting {
-    fn partial_cmp(&self, other: &Self) -> Option<std::cmp::Ordering> {
-        Some(self.cmp(other))
-    }
-}
-
-impl Ord for Waiting {
-    fn cmp(&self, other: &Self) -> std::cmp::Ordering {
-        self.order.cmp(&other.order)
     }
 }
 

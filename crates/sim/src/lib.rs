@@ -1,3 +1,35 @@
-//! The simulator: core's own `Syncer` and `Store` in virtual time on a virtual network.
+//! The simulator: core's own `Plan`, `Syncer`, `Gather` and `Store` in virtual time on a virtual network.
 //!
-//! Empty for now. It may depend on `poseidon-core` and on nothing else of this workspace.
+//! * [`zoo`], [`profile`]: models as data, and how long a device takes for their layers.
+//! * [`network`]: links, their bandwidth and latency.
+//! * [`setup`]: a training job to simulate; [`outcome`]: what came of it.
+//! * [`simulate`] does it; [`least_bandwidth`] does it until it knows what network a job needs.
+//!
+//! It depends on `poseidon-core` and on nothing else of this workspace, so what is simulated is what
+//! ships.
+#![forbid(unsafe_code)]
+
+pub mod network;
+pub mod outcome;
+pub mod profile;
+pub mod setup;
+pub mod zoo;
+
+mod calendar;
+mod engine;
+mod error;
+mod fabric;
+mod measure;
+mod node;
+mod plan;
+mod search;
+mod worker;
+
+pub use error::Error;
+pub use measure::simulate;
+pub use network::{Duplex, Network, Racks};
+pub use outcome::{Bottleneck, Outcome};
+pub use profile::{LayerTime, Profile, ProfileError};
+pub use search::least_bandwidth;
+pub use setup::{Overlap, SchemeRule, Setup};
+pub use zoo::{Model, ModelError, ModelLayer};

@@ -1,12 +1,12 @@
 //! What a training run was and what came of it: `report.json` for programs, `report.html` for
 //! people.
 
-mod bars;
-mod curves;
-mod page;
+pub(crate) mod bars;
+pub(crate) mod curves;
+pub(crate) mod page;
 mod rows;
-mod svg;
-mod timeline;
+pub(crate) mod svg;
+pub(crate) mod timeline;
 pub(crate) mod units;
 
 use anyhow::Context;
@@ -219,7 +219,7 @@ impl Report {
 }
 
 /// Puts `content` beside its destination and moves it there.
-fn write_whole(dir: &Path, name: &str, content: &[u8]) -> anyhow::Result<PathBuf> {
+pub(crate) fn write_whole(dir: &Path, name: &str, content: &[u8]) -> anyhow::Result<PathBuf> {
     let path = dir.join(name);
     let written = tempfile::Builder::new()
         .prefix(&format!(".{name}."))

@@ -2,7 +2,7 @@
 //!
 //! Nothing here can fail: a terminal that is gone is no reason to stop training.
 
-mod table;
+pub(crate) mod table;
 
 use super::report::{EpochReport, LayerReport, Report, units};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
@@ -236,16 +236,16 @@ impl Epoch {
 
 /// Weight, not colour: it is legible on any ground, and red stays free for errors.
 #[derive(Clone, Copy, Debug)]
-struct Paint {
-    on: bool,
+pub(crate) struct Paint {
+    pub(crate) on: bool,
 }
 
 impl Paint {
-    fn bold(self, text: &str) -> String {
+    pub(crate) fn bold(self, text: &str) -> String {
         self.wrap("1", text)
     }
 
-    fn dim(self, text: &str) -> String {
+    pub(crate) fn dim(self, text: &str) -> String {
         self.wrap("2", text)
     }
 
@@ -255,7 +255,7 @@ impl Paint {
 }
 
 /// Text from elsewhere, without what would command the terminal.
-fn printable(text: &str) -> String {
+pub(crate) fn printable(text: &str) -> String {
     text.chars().map(|c| if c.is_control() { '\u{fffd}' } else { c }).collect()
 }
 
@@ -281,7 +281,7 @@ fn bar_style(paint: Paint, width: usize) -> ProgressStyle {
 }
 
 /// Columns of the terminal; what `COLUMNS` says comes first, so that it can be overruled.
-fn terminal_width() -> usize {
+pub(crate) fn terminal_width() -> usize {
     let told = std::env::var("COLUMNS").ok().and_then(|columns| columns.parse().ok());
     let asked = || {
         let size = rustix::termios::tcgetwinsize(io::stderr()).ok()?;

@@ -184,3 +184,31 @@ proptest! {
         prop_assert_eq!(&held(result)[..], &expected[..]);
     }
 }
+
+/// What a simulation relies on: the same verdicts and the same answers, without a number in memory.
+#[test]
+fn a_ghost_judges_and_counts_like_a_store() {
+    let cluster = Cluster::new(2, Servers::Colocated, 1).unwrap();
+    let plan = Plan::new(&cluster, &[Layer::new("l", 1 << 13)], Rules::default());
+    let shard = Shard { node: NodeId(0), lane: LaneId(0) };
+    let mut store = Store::ghost(&plan, shard, 2);
+    for clock in 1..4 {
+        let own = header(Kind::Push, 0, clock, 1 << 13);
+        let other = Header { sender: NodeId(1), ..own };
+        let short = store.handle_push(&Header { length: 4, ..other }, Duration::ZERO);
+        assert_eq!(short.unwrap_err(), Violation::Length { expected: 4 << 13, got: 4 });
+        let lends = clock == 2;
+        let (first, second) = if lends { (own, other) } else { (other, own) };
+        let begun = match lends {
+            true => store.handle_loan(&first, Duration::ZERO).unwrap().unwrap(),
+            false => store.handle_push(&first, Duration::ZERO).unwrap(),
+        };
+        assert!(store.handle_contributed(begun, None).is_none());
+        assert!(store.handle_loan(&second, Duration::ZERO).unwrap().is_none());
+        let last = store.handle_push(&second, Duration::ZERO).unwrap();
+        let done = store.handle_contributed(last, None).unwrap();
+        assert_eq!((done.key, done.clock), (KEY, Clock(clock)));
+        assert_eq!(matches!(done.result, Outcome::Lent), lends);
+    }
+    assert_eq!(store.bytes(), 0);
+}

@@ -4,15 +4,19 @@ use super::rows::{Bar, Chart, Row};
 use super::{LayerReport, NodeReport, Report, svg, units};
 
 /// What each layer makes a node send per step, and what the parameter server would have.
-pub(super) fn layers(page: &mut String, report: &Report) {
-    if report.bytes_per_step() == 0 {
+pub(crate) fn layers(
+    page: &mut String,
+    layers: &[LayerReport],
+    bytes_as_ps: impl Fn(&LayerReport) -> Option<u64>,
+) {
+    let sent = layers.iter().map(|layer| layer.bytes_sent_per_step).fold(0, u64::saturating_add);
+    if sent == 0 {
         page.push_str("<p class=\"none\">Nothing was sent: a single worker trains by itself.</p>");
         return;
     }
-    let (shown, rest) = largest(&report.layers);
-    let as_ps = |layer: &LayerReport| {
-        report.bytes_as_ps(layer).filter(|&ps| ps > layer.bytes_sent_per_step)
-    };
+    let (shown, rest) = largest(layers);
+    let as_ps =
+        |layer: &LayerReport| bytes_as_ps(layer).filter(|&ps| ps > layer.bytes_sent_per_step);
     let most = shown.iter().map(|layer| layer.bytes_sent_per_step.max(as_ps(layer).unwrap_or(0)));
     let most = most.fold(1, u64::max) as f64;
     let bar = |class: String, bytes: u64, tip: String| Bar {
@@ -44,7 +48,7 @@ pub(super) fn layers(page: &mut String, report: &Report) {
     }
 
     let mut entries: Vec<(&str, String)> = Vec::new();
-    for layer in &report.layers {
+    for layer in layers {
         let class = scheme_class(&layer.scheme);
         if !entries.iter().any(|(_, name)| *name == scheme_name(&layer.scheme)) {
             entries.push((class, scheme_name(&layer.scheme)));
@@ -55,10 +59,10 @@ pub(super) fn layers(page: &mut String, report: &Report) {
     }
     let entries: Vec<_> = entries.iter().map(|(class, name)| (*class, name.as_str())).collect();
     svg::legend(page, &entries);
-    let heaviest = report.layers.iter().max_by_key(|layer| layer.bytes_sent_per_step);
+    let heaviest = layers.iter().max_by_key(|layer| layer.bytes_sent_per_step);
     let description = format!(
         "A node sends {} per step. {}",
-        units::bytes(report.bytes_per_step()),
+        units::bytes(sent),
         heaviest.map_or(String::new(), |layer| format!(
             "The largest part, {}, belongs to layer {}.",
             units::bytes(layer.bytes_sent_per_step),
@@ -184,7 +188,7 @@ pub(super) fn scheme_class(scheme: &str) -> &'static str {
     match scheme.to_ascii_lowercase().as_str() {
         "ps" => "ps",
         "sfb" => "sfb",
-        "sfps" | "sf-ps" => "sfps",
+        "sfps" | "sf-ps" | "adam" => "sfps",
         "onebit" | "one-bit" => "onebit",
         _ => "rest",
     }

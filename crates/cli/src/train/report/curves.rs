@@ -36,7 +36,18 @@ pub(super) fn loss(page: &mut String, curve: &[CurvePoint]) {
     );
     svg::legend(page, &[("line raw", "each step"), ("line smooth", "moving mean")]);
     let unit = if y.is_log() { "step; loss on a logarithmic scale" } else { "step" };
-    frame(page, Frame { id: "loss", title: "Training loss by step", description, x, y, unit });
+    frame(
+        page,
+        Frame {
+            id: "loss",
+            title: "Training loss by step",
+            description,
+            x,
+            y,
+            marks: whole(x),
+            unit,
+        },
+    );
     let mut path = String::new();
     let mut pen_down = false;
     for point in raw {
@@ -117,7 +128,7 @@ pub(super) fn accuracy(page: &mut String, epochs: &[EpochReport]) {
         entries.iter().map(|(class, of)| (class.as_str(), *of)).collect();
     svg::legend(page, &entries);
     let title = "Accuracy by epoch, in percent";
-    frame(page, Frame { id: "accuracy", title, description, x, y, unit: "epoch" });
+    frame(page, Frame { id: "accuracy", title, description, x, y, marks: whole(x), unit: "epoch" });
     for (class, of, points) in &named {
         let scaled: Vec<_> = points.iter().map(|p| (p.0, p.1 * 100.0)).collect();
         let shown: Vec<_> = thinned(&scaled, CURVE_POINTS).into_iter().flatten().collect();
@@ -139,18 +150,21 @@ pub(super) fn accuracy(page: &mut String, epochs: &[EpochReport]) {
     page.push_str("</svg></div>");
 }
 
-struct Frame<'a> {
-    id: &'a str,
-    title: &'a str,
-    description: String,
-    x: Axis,
-    y: Axis,
-    unit: &'a str,
+/// The frame of a chart of lines.
+pub(crate) struct Frame<'a> {
+    pub(crate) id: &'a str,
+    pub(crate) title: &'a str,
+    pub(crate) description: String,
+    pub(crate) x: Axis,
+    pub(crate) y: Axis,
+    /// Where on the x axis something is written, and what.
+    pub(crate) marks: Vec<(f64, String)>,
+    pub(crate) unit: &'a str,
 }
 
 /// Opens a chart with its grid and its labels. The labels hang outside of the drawing, in the
 /// padding of its box.
-fn frame(page: &mut String, frame: Frame<'_>) {
+pub(crate) fn frame(page: &mut String, frame: Frame<'_>) {
     page.push_str("<div class=\"plot xy\">");
     svg::open(page, frame.id, CURVE_HEIGHT, frame.title, &frame.description);
     page.push_str("<g class=\"grid\" aria-hidden=\"true\">");
@@ -163,12 +177,8 @@ fn frame(page: &mut String, frame: Frame<'_>) {
             Escaped(&label)
         );
     }
-    for (value, label) in frame.x.labels(X_TICKS) {
-        if value.fract() != 0.0 {
-            continue;
-        }
-        let label = label.split('.').next().unwrap_or_default();
-        let x = At(frame.x.share(value) * 100.0);
+    for (value, label) in &frame.marks {
+        let x = At(frame.x.share(*value) * 100.0);
         let _ = write!(
             page,
             "<text x=\"{x}%\" y=\"100%\" dy=\"18\" text-anchor=\"middle\">{}</text>",
@@ -182,8 +192,15 @@ fn frame(page: &mut String, frame: Frame<'_>) {
     );
 }
 
+/// Whole numbers along `axis`.
+fn whole(axis: Axis) -> Vec<(f64, String)> {
+    let labels = axis.labels(X_TICKS).into_iter().filter(|(value, _)| value.fract() == 0.0);
+    let short = |label: String| label.split('.').next().unwrap_or_default().to_owned();
+    labels.map(|(value, label)| (value, short(label))).collect()
+}
+
 /// A line stretches with the chart, its stroke does not.
-fn line(page: &mut String, class: &str, path: &str) {
+pub(crate) fn line(page: &mut String, class: &str, path: &str) {
     let _ = write!(
         page,
         "<svg viewBox=\"0 0 1000 1000\" preserveAspectRatio=\"none\" width=\"100%\" height=\"100%\" \
@@ -192,7 +209,7 @@ fn line(page: &mut String, class: &str, path: &str) {
     );
 }
 
-fn polyline(points: &[(f64, f64)], x: Axis, y: Axis) -> String {
+pub(crate) fn polyline(points: &[(f64, f64)], x: Axis, y: Axis) -> String {
     let mut path = String::new();
     for (i, &(px, py)) in points.iter().enumerate() {
         let command = if i == 0 { 'M' } else { 'L' };

@@ -1,7 +1,7 @@
 //! The page: one file with everything in it, which asks nothing of the network.
 
 use super::svg::Escaped;
-use super::{Report, bars, curves, timeline, units};
+use super::{LayerReport, Report, bars, curves, timeline, units};
 use std::fmt::Write;
 
 pub(super) fn page(report: &Report) -> String {
@@ -46,7 +46,7 @@ pub(super) fn page(report: &Report) -> String {
         "Bytes by layer",
         "What a node sends for each layer in one step, on average.",
     );
-    bars::layers(&mut page, report);
+    bars::layers(&mut page, &report.layers, |layer| report.bytes_as_ps(layer));
     page.push_str("</figure>\n<div class=\"pair\">\n");
     figure(&mut page, "Bytes by node", "Over the whole run.");
     bars::traffic(&mut page, &report.nodes);
@@ -66,7 +66,7 @@ pub(super) fn page(report: &Report) -> String {
     page.push_str("</figure>\n");
 
     page.push_str("<h2>The plan</h2>\n");
-    plan(&mut page, report);
+    plan(&mut page, &report.layers);
     facts(&mut page, report);
     let _ = write!(
         page,
@@ -174,7 +174,7 @@ fn tiles(page: &mut String, report: &Report) {
 }
 
 /// Opens a figure; the caller closes it.
-fn figure(page: &mut String, title: &str, about: &str) {
+pub(crate) fn figure(page: &mut String, title: &str, about: &str) {
     let _ = write!(
         page,
         "<figure>\n<figcaption><h3>{}</h3><p class=\"about\">{}</p></figcaption>\n",
@@ -208,14 +208,15 @@ fn epochs(page: &mut String, report: &Report) {
     page.push_str("</tbody></table></div></details>\n");
 }
 
-fn plan(page: &mut String, report: &Report) {
+/// The plan as a table.
+pub(crate) fn plan(page: &mut String, layers: &[LayerReport]) {
     page.push_str(
         "<p class=\"about\">How each layer is synchronised, in forward order, and why so.</p>\n\
          <div class=\"card plan\" tabindex=\"0\"><table><thead><tr><th>layer</th><th class=\"kind\">kind</th>\
          <th class=\"num\">parameters</th><th>scheme</th><th class=\"num\">bytes per step</th>\
          <th class=\"why\">why</th></tr></thead><tbody>\n",
     );
-    for layer in &report.layers {
+    for layer in layers {
         let _ = writeln!(
             page,
             "<tr><td class=\"name\">{}</td><td class=\"kind\">{}</td><td class=\"num\">{}</td>\
@@ -230,14 +231,15 @@ fn plan(page: &mut String, report: &Report) {
             Escaped(&layer.reason),
         );
     }
-    let parameters = report.layers.iter().map(|layer| layer.parameters as u64);
+    let parameters = layers.iter().map(|layer| layer.parameters as u64);
+    let bytes = layers.iter().map(|layer| layer.bytes_sent_per_step).fold(0, u64::saturating_add);
     let _ = writeln!(
         page,
         "</tbody><tfoot><tr><th colspan=\"2\">{}</th><td class=\"num\">{}</td><td></td>\
          <td class=\"num bytes\">{}</td><td></td></tr></tfoot></table></div>",
-        units::plural(report.layers.len() as u64, "layer"),
+        units::plural(layers.len() as u64, "layer"),
         units::grouped(parameters.fold(0, u64::saturating_add)),
-        units::bytes(report.bytes_per_step()),
+        units::bytes(bytes),
     );
 }
 
@@ -274,5 +276,7 @@ fn epochs_of(epochs: f64) -> String {
     }
 }
 
-const STYLE: &str = include_str!("style.css");
-const TIPS: &str = include_str!("tips.js");
+/// How every report of ours looks.
+pub(crate) const STYLE: &str = include_str!("style.css");
+/// Shows what is under the pointer.
+pub(crate) const TIPS: &str = include_str!("tips.js");

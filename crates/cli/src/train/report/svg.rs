@@ -6,7 +6,7 @@
 use std::fmt::{self, Display, Write};
 
 /// Text as it may stand in an element or in a quoted attribute.
-pub(super) struct Escaped<'a>(pub(super) &'a str);
+pub(crate) struct Escaped<'a>(pub(crate) &'a str);
 
 impl Display for Escaped<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -28,7 +28,7 @@ impl Display for Escaped<'_> {
 
 /// A coordinate, short. What is not a number becomes the origin: callers leave those out, and a
 /// page must not break over one that slipped through.
-pub(super) struct At(pub(super) f64);
+pub(crate) struct At(pub(crate) f64);
 
 impl Display for At {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -41,37 +41,37 @@ impl Display for At {
 
 /// The range of values along one direction of a chart.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Axis {
+pub(crate) struct Axis {
     lo: f64,
     hi: f64,
     log: bool,
 }
 
 impl Axis {
-    pub(super) fn linear(lo: f64, hi: f64) -> Self {
+    pub(crate) fn linear(lo: f64, hi: f64) -> Self {
         Self { lo, hi: if hi > lo { hi } else { lo + lo.abs().max(1.0) }, log: false }
     }
 
     /// For positive values of very different sizes.
-    pub(super) fn logarithmic(lo: f64, hi: f64) -> Self {
+    pub(crate) fn logarithmic(lo: f64, hi: f64) -> Self {
         let lo = lo.max(f64::MIN_POSITIVE);
         Self { lo, hi: if hi > lo { hi } else { lo * 10.0 }, log: true }
     }
 
     /// Extends a linear axis so that it begins and ends at a tick.
-    pub(super) fn rounded(self, about: usize) -> Self {
+    pub(crate) fn rounded(self, about: usize) -> Self {
         let step = step(self.lo, self.hi, about);
         let lo = (self.lo / step).floor() * step;
         let hi = (self.hi / step).ceil() * step;
         if lo.is_finite() && hi.is_finite() { Self { lo, hi, ..self } } else { self }
     }
 
-    pub(super) fn is_log(&self) -> bool {
+    pub(crate) fn is_log(&self) -> bool {
         self.log
     }
 
     /// Where `value` lies, from 0 at the low end to 1 at the high one.
-    pub(super) fn share(&self, value: f64) -> f64 {
+    pub(crate) fn share(&self, value: f64) -> f64 {
         let share = if self.log {
             (value.max(self.lo).ln() - self.lo.ln()) / (self.hi.ln() - self.lo.ln())
         } else {
@@ -82,7 +82,7 @@ impl Axis {
     }
 
     /// About `about` round values within the range, never more than thrice as many.
-    pub(super) fn ticks(&self, about: usize) -> Vec<f64> {
+    pub(crate) fn ticks(&self, about: usize) -> Vec<f64> {
         if self.log {
             let (first, last) = (self.lo.log10().ceil() as i32, self.hi.log10().floor() as i32);
             let every = ((last - first) / about.max(1) as i32 + 1).max(1);
@@ -99,7 +99,7 @@ impl Axis {
     }
 
     /// The ticks with as many decimals as tell them apart.
-    pub(super) fn labels(&self, about: usize) -> Vec<(f64, String)> {
+    pub(crate) fn labels(&self, about: usize) -> Vec<(f64, String)> {
         let ticks = self.ticks(about);
         let step = ticks.windows(2).map(|pair| pair[1] - pair[0]).fold(f64::INFINITY, f64::min);
         let decimals = if step.is_finite() { (-step.log10().floor()).clamp(0.0, 9.0) } else { 0.0 };
@@ -127,7 +127,7 @@ fn step(lo: f64, hi: f64, about: usize) -> f64 {
 }
 
 /// Opens the drawing of a chart: as wide as there is room, `height` pixels high.
-pub(super) fn open(page: &mut String, id: &str, height: f64, title: &str, description: &str) {
+pub(crate) fn open(page: &mut String, id: &str, height: f64, title: &str, description: &str) {
     let _ = write!(
         page,
         "<svg width=\"100%\" height=\"{}\" role=\"img\" aria-labelledby=\"{id}-t {id}-d\">\
@@ -139,7 +139,7 @@ pub(super) fn open(page: &mut String, id: &str, height: f64, title: &str, descri
 }
 
 /// A legend: the class of each mark, and what the mark means.
-pub(super) fn legend(page: &mut String, entries: &[(&str, &str)]) {
+pub(crate) fn legend(page: &mut String, entries: &[(&str, &str)]) {
     page.push_str("<ul class=\"legend\">");
     for (class, meaning) in entries {
         let _ = write!(page, "<li><i class=\"{class}\"></i>{}</li>", Escaped(meaning));

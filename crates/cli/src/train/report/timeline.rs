@@ -5,7 +5,7 @@ use super::svg::{self, Axis};
 use super::{Span, Timeline, Track, What, units};
 use std::collections::HashMap;
 
-pub(super) fn draw(page: &mut String, timeline: &Timeline) {
+pub(crate) fn draw(page: &mut String, timeline: &Timeline) {
     let whole =
         |span: &&Span| span.start.is_finite() && span.end.is_finite() && span.end >= span.start;
     let spans: Vec<&Span> = timeline.spans.iter().filter(whole).collect();

@@ -6,7 +6,17 @@ use unicode_width::{UnicodeWidthChar, UnicodeWidthStr};
 
 /// A header, a row for each layer, a total. Reasons have the room that is left, two lines at most.
 pub(super) fn plan(layers: &[LayerReport], width: usize, paint: Paint) -> Vec<String> {
-    let total = LayerTotal::of(layers);
+    folded(layers, layers.len(), width, paint)
+}
+
+/// The same where a row may stand for several of `count` layers.
+pub(crate) fn folded(
+    layers: &[LayerReport],
+    count: usize,
+    width: usize,
+    paint: Paint,
+) -> Vec<String> {
+    let total = LayerTotal::of(layers, count);
     let cells: Vec<[String; 5]> = layers.iter().map(|layer| row(layer, width / 4)).collect();
     let widths: [usize; 5] = std::array::from_fn(|column| {
         let rows = cells.iter().chain([&total.cells]);
@@ -37,11 +47,11 @@ struct LayerTotal {
 }
 
 impl LayerTotal {
-    fn of(layers: &[LayerReport]) -> Self {
+    fn of(layers: &[LayerReport], count: usize) -> Self {
         let parameters = layers.iter().map(|layer| layer.parameters as u64);
         let bytes = layers.iter().map(|layer| layer.bytes_sent_per_step);
         let cells = [
-            units::plural(layers.len() as u64, "layer"),
+            units::plural(count as u64, "layer"),
             String::new(),
             units::count(parameters.fold(0, u64::saturating_add)),
             String::new(),

@@ -1,0 +1,134 @@
+//! Bandwidths as people write them: `10gbit`, `200mbit`, `25GbE`.
+
+use std::{fmt, str::FromStr};
+
+/// What a link carries, in bits per second.
+#[derive(Clone, Copy, Debug, PartialEq, PartialOrd)]
+pub(crate) struct Bandwidth(f64);
+
+impl Bandwidth {
+    pub(crate) const fn gigabits(per_second: f64) -> Self {
+        Self(per_second * 1e9)
+    }
+
+    pub(crate) fn from_bytes(bytes_per_second: f64) -> Self {
+        Self(bytes_per_second * 8.0)
+    }
+
+    pub(crate) fn bits(self) -> f64 {
+        self.0
+    }
+
+    pub(crate) fn bytes(self) -> f64 {
+        self.0 / 8.0
+    }
+
+    /// The Ethernet one can buy that is the next faster one, if there is any.
+    pub(crate) fn next_faster(self) -> Option<Self> {
+        // A tenth more is not a faster network.
+        ETHERNET.map(Self::gigabits).into_iter().find(|next| next.0 > self.0 * 1.1)
+    }
+}
+
+impl fmt::Display for Bandwidth {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (value, unit) = match self.0 {
+            bits if bits < 1e6 => (bits / 1e3, "kbit/s"),
+            bits if bits < 1e9 => (bits / 1e6, "Mbit/s"),
+            bits if bits < 1e12 => (bits / 1e9, "Gbit/s"),
+            bits => (bits / 1e12, "Tbit/s"),
+        };
+        // Three digits, without zeros that say nothing.
+        let decimals = if value < 9.995 { 2 } else { usize::from(value < 99.95) };
+        let text = format!("{value:.decimals$}");
+        let text =
+            if decimals > 0 { text.trim_end_matches('0').trim_end_matches('.') } else { &text };
+        write!(f, "{text} {unit}")
+    }
+}
+
+impl FromStr for Bandwidth {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let wrong = |why: &str| format!("{why}; write it like 10gbit, 200mbit or 25GbE");
+        let end = text.find(|c: char| !(c.is_ascii_digit() || ".-+".contains(c)));
+        let (number, unit) = text.split_at(end.unwrap_or(text.len()));
+        let number: f64 =
+            number.parse().map_err(|_| wrong(&format!("'{text}' does not begin with a number")))?;
+        let unit = unit.trim().to_ascii_lowercase();
+        let factor = match unit.strip_suffix("/s").unwrap_or(&unit) {
+            "kbit" | "kbps" => 1e3,
+            "mbit" | "mbps" => 1e6,
+            "gbit" | "gbps" | "gbe" => 1e9,
+            "tbit" | "tbps" | "tbe" => 1e12,
+            "" => return Err(wrong(&format!("'{text}' has no unit"))),
+            _ => return Err(wrong(&format!("'{unit}' is not a unit of bandwidth"))),
+        };
+        let bits = number * factor;
+        if !(LEAST..=MOST).contains(&bits) {
+            let range = format!("{} to {}", Self(LEAST), Self(MOST));
+            return Err(wrong(&format!("no network has {text}: expected {range}")));
+        }
+        Ok(Self(bits))
+    }
+}
+
+/// Of the kinds that are sold, in Gbit/s.
+const ETHERNET: [f64; 8] = [1.0, 2.5, 5.0, 10.0, 25.0, 40.0, 100.0, 400.0];
+/// A modem, and more than any link there is: what lies outside is a slip of the pen.
+const LEAST: f64 = 1e4;
+const MOST: f64 = 1e14;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn bandwidths_are_read_as_people_write_them() {
+        let cases = [
+            ("10gbit", 1e10, "10 Gbit/s"),
+            ("200mbit", 2e8, "200 Mbit/s"),
+            ("25GbE", 25e9, "25 Gbit/s"),
+            ("2.5Gbps", 2.5e9, "2.5 Gbit/s"),
+            ("1 Gbit/s", 1e9, "1 Gbit/s"),
+            ("64kbit", 64e3, "64 kbit/s"),
+            ("1.6Tbit", 1.6e12, "1.6 Tbit/s"),
+        ];
+        for (text, bits, shown) in cases {
+            let bandwidth: Bandwidth = text.parse().unwrap();
+            assert_eq!((bandwidth.bits(), &*bandwidth.to_string()), (bits, shown), "{text}");
+        }
+        assert_eq!(Bandwidth::gigabits(12.34).to_string(), "12.3 Gbit/s");
+        assert_eq!(Bandwidth::gigabits(400.0).to_string(), "400 Gbit/s");
+    }
+
+    #[test]
+    fn what_no_network_has_is_refused() {
+        let cases = [
+            ("0gbit", "no network has 0gbit"),
+            ("-1gbit", "no network has -1gbit"),
+            ("1e9", "'e9' is not a unit"),
+            ("10", "has no unit"),
+            ("fast", "does not begin with a number"),
+            ("", "does not begin with a number"),
+            ("10GB", "'gb' is not a unit"),
+            ("999999999tbit", "no network has"),
+            ("nangbit", "does not begin with a number"),
+        ];
+        for (text, words) in cases {
+            let error = text.parse::<Bandwidth>().unwrap_err();
+            assert!(error.contains(words) && error.contains("10gbit"), "{text}: {error}");
+        }
+    }
+
+    #[test]
+    fn faster_networks_are_those_that_are_sold() {
+        let next = |gbit: f64| Bandwidth::gigabits(gbit).next_faster().map(|b| b.bits() / 1e9);
+        assert_eq!(
+            [0.2, 1.0, 9.5, 10.0, 40.0].map(next).map(Option::unwrap),
+            [1.0, 2.5, 25.0, 25.0, 100.0]
+        );
+        assert_eq!(next(400.0), None);
+    }
+}

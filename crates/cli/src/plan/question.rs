@@ -1,0 +1,271 @@
+//! What is asked: flags become a cluster, a model and a network, or a message that says why not.
+
+use super::Bandwidth;
+use super::described;
+use anyhow::{Context, bail, ensure};
+use poseidon_core::{ChunkSize, Cluster, Servers};
+use poseidon_sim::profile::{Basis, Profile};
+use poseidon_sim::{LayerTime, Model, Network, Overlap, SchemeRule, Setup};
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+/// What can be said on the command line.
+#[derive(clap::Args, Clone, Debug)]
+pub(crate) struct Flags {
+    /// A model of the zoo, or a JSON file of your own (see --print-model) [default: vgg19].
+    #[arg(long, short = 'm', value_name = "NAME|FILE", conflicts_with = "torch", help_heading = MODEL)]
+    model: Option<String>,
+
+    /// Plan a PyTorch model: FACTORY() in MODULE returns it, or it and an example of its input. Needs
+    /// the Python package.
+    #[arg(long, value_name = "MODULE:FACTORY", help_heading = MODEL)]
+    torch: Option<String>,
+
+    /// One sample of that model's input: 3x224x224, or 128:int64 for tokens.
+    #[arg(long, value_name = "SHAPE", requires = "torch", help_heading = MODEL)]
+    input: Option<String>,
+
+    /// The Python that has torch and the poseidon package.
+    #[arg(long, value_name = "PATH", default_value = "python3", help_heading = MODEL)]
+    python: PathBuf,
+
+    /// Samples per worker and step.
+    #[arg(long, short = 'k', value_name = "K", default_value = "32", value_parser = positive, help_heading = MODEL)]
+    batch: usize,
+
+    /// How fast a worker computes: titan-x, titan-x-tensorflow, or a TOML file that 'poseidon
+    /// profile' wrote.
+    #[arg(long, value_name = "NAME|FILE", default_value = "titan-x", help_heading = MODEL)]
+    profile: String,
+
+    /// Workers.
+    #[arg(long, short = 'n', value_name = "N", default_value = "8", value_parser = positive, help_heading = CLUSTER)]
+    workers: usize,
+
+    /// Where parameters live: 'colocated' on the workers [default], on M dedicated servers, or
+    /// 'colocated+M'. As many servers as workers are taken as one on each worker, which is how the
+    /// papers count; 'dedicated:M' says otherwise.
+    #[arg(long, value_name = "colocated|M|colocated+M|dedicated:M", help_heading = CLUSTER)]
+    servers: Option<String>,
+
+    /// Threads, and connections to each peer, that move data in every node.
+    #[arg(long, value_name = "L", default_value = "1", value_parser = positive, help_heading = CLUSTER)]
+    lanes: usize,
+
+    /// Of a node's link: 10gbit, 200mbit, 25GbE.
+    #[arg(long, short = 'b', value_name = "RATE", default_value = "10gbit", allow_hyphen_values = true, help_heading = NETWORK)]
+    bandwidth: Bandwidth,
+
+    /// 'ethernet' is today's, switched and full duplex; 'paper-2017' is the network that the paper's
+    /// figures fit, whose directions share a link's bandwidth.
+    #[arg(long, value_name = "NAME", default_value = "ethernet", help_heading = NETWORK)]
+    network: String,
+
+    /// From one node to another, one way: 50us, 1ms [default: the network's].
+    #[arg(long, value_name = "TIME", value_parser = duration, allow_hyphen_values = true, help_heading = NETWORK)]
+    latency: Option<Duration>,
+
+    /// How fully connected layers go: 'auto' is whatever moves fewer bytes; 'adam' (factors to one
+    /// server, matrices back) is there to compare with.
+    #[arg(long, value_name = "auto|ps|sfb|adam", default_value = "auto", help_heading = EXCHANGE)]
+    scheme: SchemeRule,
+
+    /// How much of the communication may run beside computing [default: full; on the paper's network
+    /// backward, as in the paper].
+    #[arg(long, value_name = "none|backward|full", help_heading = EXCHANGE)]
+    overlap: Option<Overlap>,
+
+    /// Largest chunk of a layer, in bytes: 256k, 1m.
+    #[arg(long, value_name = "BYTES", value_parser = chunk, allow_hyphen_values = true, help_heading = EXCHANGE)]
+    chunk: Option<ChunkSize>,
+}
+
+/// What is asked, complete and possible.
+#[derive(Clone, Debug)]
+pub(crate) struct Question {
+    pub(crate) model: Model,
+    pub(crate) profile: Profile,
+    /// What the profile's times are based on.
+    pub(crate) basis: Basis,
+    pub(crate) setup: Setup,
+    /// What was understood otherwise than it might have been meant, for people.
+    pub(crate) notes: Vec<String>,
+}
+
+impl Question {
+    pub(crate) fn new(flags: &Flags) -> anyhow::Result<Self> {
+        let model = flags.model()?;
+        let profile = match file(&flags.profile, "toml") {
+            Some(path) => Profile::read(path)?,
+            None => Profile::named(&flags.profile)?,
+        };
+        let mut notes = Vec::new();
+        let cluster = flags.cluster(&mut notes)?;
+        let mut network = network(&flags.network, flags.bandwidth)?;
+        if let Some(latency) = flags.latency {
+            network.latency = latency;
+        }
+        ensure!(flags.batch <= MOST_SAMPLES, "--batch must be at most {MOST_SAMPLES}");
+        let (times, basis) = profile.times(&model, flags.batch)?;
+        let mut setup = Setup::new(&model, times, cluster, flags.batch, network);
+        setup.scheme = flags.scheme;
+        // The paper's workers wait for all layers before the next step (Algorithm 2).
+        let usual = if setup.network.name == PAPER { Overlap::Backward } else { Overlap::Full };
+        setup.overlap = flags.overlap.unwrap_or(usual);
+        setup.chunk = flags.chunk.unwrap_or_default();
+        setup.rebuild_rate = profile.rates.map(|rates| rates.fc);
+        setup.check()?;
+        enough_chunks(&setup)?;
+        Ok(Self { model, profile, basis, setup, notes })
+    }
+
+    /// The same with another batch.
+    pub(crate) fn times(&self, batch: usize) -> anyhow::Result<Vec<LayerTime>> {
+        Ok(self.profile.times(&self.model, batch)?.0)
+    }
+}
+
+impl Flags {
+    /// The model's file: what one of your own may begin with.
+    pub(crate) fn model_text(&self) -> anyhow::Result<String> {
+        let name = self.model.as_deref().unwrap_or(DEFAULT_MODEL);
+        if let Some(factory) = &self.torch {
+            return described::describe(&self.python, factory, self.input.as_deref());
+        }
+        if let Some(path) = file(name, "json") {
+            return std::fs::read_to_string(path).with_context(|| format!("cannot read {name}"));
+        }
+        Model::named(name)?;
+        Ok(poseidon_sim::zoo::text(name).unwrap_or_default().to_owned())
+    }
+
+    fn model(&self) -> anyhow::Result<Model> {
+        let name = self.model.as_deref().unwrap_or(DEFAULT_MODEL);
+        if let Some(factory) = &self.torch {
+            let text = described::describe(&self.python, factory, self.input.as_deref())?;
+            return Ok(Model::parse(&text, factory)?);
+        }
+        match file(name, "json") {
+            Some(path) => Ok(Model::read(path)?),
+            None => Ok(Model::named(name)?),
+        }
+    }
+
+    fn cluster(&self, notes: &mut Vec<String>) -> anyhow::Result<Cluster> {
+        let narrow = |what: &str, number: usize| {
+            u16::try_from(number)
+                .map_err(|_| anyhow::anyhow!("{what} must be at most 65534, got {number}"))
+        };
+        let workers = narrow("--workers", self.workers)?;
+        let lanes = narrow("--lanes", self.lanes)?;
+        let servers = match self.servers.as_deref() {
+            None => Servers::Colocated,
+            Some(text) => {
+                let (own, text) = match text.strip_prefix("dedicated:") {
+                    Some(number) => (true, number),
+                    None => (false, text),
+                };
+                let servers = text.parse().map_err(|e| anyhow::anyhow!("--servers: {e}"))?;
+                if servers == Servers::Dedicated(workers) && !own {
+                    notes.push(format!(
+                        "{workers} servers for {workers} workers: one on each worker; for machines of \
+                         their own say --servers dedicated:{workers}"
+                    ));
+                    Servers::Colocated
+                } else {
+                    servers
+                }
+            }
+        };
+        Ok(Cluster::new(workers, servers, lanes)?)
+    }
+}
+
+/// `name` if it is a path of a file, which either has the ending of one or is there.
+pub(crate) fn file<'a>(name: &'a str, ending: &str) -> Option<&'a Path> {
+    let path = Path::new(name);
+    let looks_so = name.contains('/') || path.extension().is_some_and(|e| e == ending);
+    (looks_so || path.is_file()).then_some(path)
+}
+
+/// Dedicated machines without a chunk are machines bought in vain.
+fn enough_chunks(setup: &Setup) -> anyhow::Result<()> {
+    let chunks = setup.plan().all_chunks().count();
+    let extra = usize::from(setup.cluster.servers().extra());
+    let servers = setup.cluster.server_ids().count();
+    if extra > 0 && servers > chunks {
+        bail!(
+            "{servers} servers, but the model is cut into {chunks} chunks: some would hold nothing; take \
+             fewer servers, or smaller chunks with --chunk"
+        );
+    }
+    Ok(())
+}
+
+fn network(name: &str, bandwidth: Bandwidth) -> anyhow::Result<Network> {
+    match name.to_ascii_lowercase().as_str() {
+        "ethernet" => Ok(Network::ethernet(bandwidth.bytes())),
+        PAPER => Ok(Network::paper_2017(bandwidth.bytes())),
+        _ => bail!("there is no network '{name}'; known are ethernet and {PAPER}"),
+    }
+}
+
+fn positive(text: &str) -> Result<usize, String> {
+    match text.parse::<usize>() {
+        Ok(0) => Err("must be at least 1".into()),
+        Ok(number) => Ok(number),
+        Err(_) => Err(format!("expected a whole number of at least 1, got '{text}'")),
+    }
+}
+
+/// `50us`, `1.5ms`, `0s`.
+fn duration(text: &str) -> Result<Duration, String> {
+    let wrong = || format!("expected a time such as 50us, 1ms or 0s, got '{text}'");
+    let end = text.find(|c: char| !(c.is_ascii_digit() || c == '.')).ok_or_else(wrong)?;
+    let (number, unit) = text.split_at(end);
+    let factor = match unit.trim() {
+        "ns" => 1e-9,
+        "us" | "µs" => 1e-6,
+        "ms" => 1e-3,
+        "s" => 1.0,
+        _ => return Err(wrong()),
+    };
+    let seconds = number.parse::<f64>().map_err(|_| wrong())? * factor;
+    if seconds > LONGEST_LATENCY {
+        return Err(format!("no network takes {text}: expected at most {LONGEST_LATENCY} s"));
+    }
+    Duration::try_from_secs_f64(seconds).map_err(|_| wrong())
+}
+
+/// `4096`, `256k`, `1m`.
+fn chunk(text: &str) -> Result<ChunkSize, String> {
+    let wrong = || format!("expected a number of bytes such as 262144, 256k or 1m, got '{text}'");
+    let lower = text.to_ascii_lowercase();
+    let (number, factor) = match lower.trim_end_matches("ib").trim_end_matches('b') {
+        number if number.ends_with('k') => (&number[..number.len() - 1], 1usize << 10),
+        number if number.ends_with('m') => (&number[..number.len() - 1], 1 << 20),
+        number => (number, 1),
+    };
+    let number: usize = number.parse().map_err(|_| wrong())?;
+    let bytes = number.checked_mul(factor).ok_or_else(wrong)?;
+    if !(SMALLEST_CHUNK..=LARGEST_CHUNK).contains(&bytes) {
+        return Err(format!(
+            "a chunk has from {SMALLEST_CHUNK} to {LARGEST_CHUNK} bytes, got {bytes}"
+        ));
+    }
+    Ok(ChunkSize::at_most(bytes))
+}
+
+const DEFAULT_MODEL: &str = "vgg19";
+const PAPER: &str = "paper-2017";
+const MODEL: &str = "What is trained";
+const CLUSTER: &str = "On what";
+const NETWORK: &str = "Network";
+const EXCHANGE: &str = "How layers are exchanged";
+/// More do not fit into any memory.
+const MOST_SAMPLES: usize = 1 << 24;
+/// To the moon takes 1.3.
+const LONGEST_LATENCY: f64 = 10.0;
+/// Below, there are more headers than numbers; above, a frame is too long for the wire.
+const SMALLEST_CHUNK: usize = 1 << 10;
+const LARGEST_CHUNK: usize = 1 << 30;

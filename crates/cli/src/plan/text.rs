@@ -1,0 +1,240 @@
+//! The plan in the terminal.
+
+use super::forecast::{Beyond, Forecast, Point};
+use super::{Bandwidth, Question, bottleneck, fold};
+use crate::train::report::units;
+use crate::train::screen::{Paint, printable, table, terminal_width};
+use poseidon_core::{Cluster, Servers};
+use std::io;
+use std::path::Path;
+
+/// Everything, from what was asked to what would help.
+pub(super) fn text(question: &Question, forecast: &Forecast, report: Option<&Path>) -> String {
+    let paint = Paint { on: crate::wants_colour(&io::stdout()) };
+    let width = terminal_width();
+    let mut lines = vec![
+        paint.bold(&printable(&headline(question, forecast))),
+        paint.dim(&printable(&basis(question))),
+        String::new(),
+    ];
+    let layers = forecast.layers.len();
+    lines.extend(table::folded(&fold::folded(&forecast.layers), layers, width, paint));
+    lines.push(String::new());
+    lines.extend(facts(forecast).into_iter().map(|(name, value)| named(paint, name, &value)));
+    match &forecast.beyond {
+        Some(beyond) => {
+            lines.extend(helps(beyond, paint));
+            lines.extend(chart(beyond, forecast, paint, width));
+        }
+        None => lines.push(paint.dim(
+            "\nOne simulation of this job takes seconds; --thorough also looks for enough bandwidth, and for \
+             what would help.",
+        )),
+    }
+    if let Some(path) = report {
+        lines.push(String::new());
+        lines.push(named(paint, "report", &paint.bold(&printable(&path.display().to_string()))));
+    }
+    lines.join("\n") + "\n"
+}
+
+/// What is trained on what, in one line.
+pub(super) fn headline(question: &Question, forecast: &Forecast) -> String {
+    let setup = &forecast.setup;
+    format!(
+        "{}, {} parameters, on {}, {} {}",
+        question.model.name,
+        units::count(question.model.parameters() as u64),
+        machines(&setup.cluster),
+        Bandwidth::from_bytes(setup.network.bandwidth),
+        setup.network.name,
+    )
+}
+
+/// How computing times are known.
+pub(super) fn basis(question: &Question) -> String {
+    format!(
+        "{}; computing as profile {} says: {}",
+        units::plural(question.setup.batch as u64, "sample") + " per worker and step",
+        question.profile.name,
+        question.basis
+    )
+}
+
+/// The machines there have to be.
+pub(super) fn machines(cluster: &Cluster) -> String {
+    let workers = units::plural(cluster.workers() as u64, "worker");
+    match cluster.servers() {
+        Servers::Colocated => format!("{workers} that are servers too"),
+        Servers::Dedicated(n) => format!("{workers} and {}", units::plural(n.into(), "server")),
+        Servers::Mixed(n) => {
+            format!("{workers} that are servers too and {}", units::plural(n.into(), "server"))
+        }
+    }
+}
+
+fn facts(forecast: &Forecast) -> Vec<(&'static str, String)> {
+    let Forecast { setup, outcome, beyond, found, .. } = forecast;
+    let sent = outcome.bytes_sent.iter().copied().max().unwrap_or(0);
+    let mut facts = vec![
+        (
+            "iteration",
+            format!(
+                "{}, of which {} computing",
+                units::duration(outcome.iteration_seconds),
+                units::duration(outcome.compute_seconds)
+            ),
+        ),
+        (
+            "speed-up",
+            format!(
+                "{:.1} with {} ({}); {} samples/s",
+                outcome.speedup,
+                units::plural(setup.cluster.workers() as u64, "worker"),
+                units::percent(forecast.efficiency()),
+                units::rate(forecast.images_per_second())
+            ),
+        ),
+        ("waiting", format!("{} of the time", units::percent(outcome.stall_fraction))),
+        ("sent", format!("{} per step by the busiest node", units::bytes(sent))),
+        (
+            "bottleneck",
+            format!("{}: {}", bottleneck(outcome.bottleneck), printable(&outcome.reason)),
+        ),
+    ];
+    if let Some(beyond) = beyond {
+        let enough = match beyond.enough {
+            Some(bandwidth) => format!("{bandwidth} is the least that keeps workers 95 % busy"),
+            None => "no bandwidth keeps workers 95 % busy".into(),
+        };
+        facts.push(("enough", enough));
+    }
+    if let Some(found) = found {
+        let found = match found.changes.as_slice() {
+            [] => format!("{} others simulated, none is better", found.simulations),
+            changes => format!(
+                "{} shorter than by the formula ({}): {}",
+                units::percent(1.0 - outcome.iteration_seconds / found.formula_seconds),
+                units::duration(found.formula_seconds),
+                printable(&changes.join(", "))
+            ),
+        };
+        facts.push(("search", found));
+    }
+    facts
+}
+
+fn named(paint: Paint, name: &str, value: &str) -> String {
+    format!("{}  {value}", paint.dim(&format!("{name:<10}")))
+}
+
+fn helps(beyond: &Beyond, paint: Paint) -> Vec<String> {
+    let mut lines = vec![String::new(), paint.bold("What would help")];
+    let (good, bad): (Vec<_>, Vec<_>) = beyond.advice.iter().partition(|a| a.gain >= WORTH);
+    if good.is_empty() {
+        lines.push("Nothing that was tried: the workers compute nearly all the time.".into());
+    }
+    let longest = beyond.advice.iter().map(|a| a.change.chars().count()).max().unwrap_or(0);
+    for advice in &good {
+        let but = advice.but.map_or(String::new(), |but| paint.dim(&format!("  ({but})")));
+        lines.push(format!(
+            "{:>9}  {:<longest$}  {} samples/s{but}",
+            gain(advice.gain),
+            advice.change,
+            units::rate(advice.images_per_second)
+        ));
+    }
+    if !bad.is_empty() {
+        let list: Vec<_> = bad.iter().map(|a| format!("{} ({})", a.change, gain(a.gain))).collect();
+        lines.push(paint.dim(&format!("No use: {}.", list.join(", "))));
+    }
+    lines
+}
+
+/// `+12.3 %`, `-4.0 %`.
+pub(super) fn gain(gain: f64) -> String {
+    // What rounds to nothing has no sign.
+    if gain.abs() < 5e-4 { "±0 %".into() } else { format!("{:+.1} %", gain * 100.0) }
+}
+
+/// Speed-up by workers, as bars against what would be linear; for one worker, by bandwidth there is
+/// nothing to show.
+fn chart(beyond: &Beyond, forecast: &Forecast, paint: Paint, width: usize) -> Vec<String> {
+    if forecast.setup.cluster.workers() < 2 {
+        return Vec::new();
+    }
+    let by_workers = bars(&beyond.by_workers, |p| format!("{:.0}", p.x), |p| p.x, width);
+    let all = forecast.setup.cluster.workers() as f64;
+    let by_bandwidth =
+        bars(&beyond.by_bandwidth, |p| Bandwidth::gigabits(p.x).to_string(), |_| all, width);
+    let mut lines = vec![String::new(), paint.bold("Speed-up by workers")];
+    lines.extend(by_workers);
+    lines.extend([String::new(), paint.bold("Speed-up by bandwidth")]);
+    lines.extend(by_bandwidth);
+    if beyond.by_workers.iter().any(|p| p.speedup_ps.is_some()) {
+        let key = "█ this plan  ┃ parameter server alone  · linear";
+        lines.push(paint.dim(key));
+    }
+    lines
+}
+
+fn bars(
+    points: &[Point],
+    label: impl Fn(&Point) -> String,
+    linear: impl Fn(&Point) -> f64,
+    width: usize,
+) -> Vec<String> {
+    let labels: Vec<String> = points.iter().map(label).collect();
+    let widest = labels.iter().map(|l| l.chars().count()).max().unwrap_or(0);
+    let most = points.iter().map(|p| linear(p).max(p.speedup)).fold(1.0, f64::max);
+    let room = width.saturating_sub(widest + VALUES).clamp(10, 50);
+    let columns = |value: f64| value / most * room as f64;
+    let line = |(point, label): (&Point, &String)| {
+        let mut bar: Vec<char> = vec![' '; room];
+        let to = columns(linear(point)).round() as usize;
+        bar.iter_mut().take(to).for_each(|c| *c = '·');
+        let length = columns(point.speedup);
+        let whole = (length.floor() as usize).min(room);
+        bar.iter_mut().take(whole).for_each(|c| *c = '█');
+        let eighths = ((length - length.floor()) * 8.0) as usize;
+        if eighths > 0 && whole < room {
+            bar[whole] = EIGHTHS[eighths];
+        }
+        let ps = point.speedup_ps.map(|ps| (columns(ps) as usize).min(room - 1));
+        // Where it would hide the end of the bar it says nothing new.
+        if let Some(ps) = ps.filter(|&ps| ps + 1 < whole) {
+            bar[ps] = '┃';
+        }
+        let bar: String = bar.into_iter().collect();
+        let ps = point.speedup_ps.map_or(String::new(), |ps| format!("  ┃ {ps:.1}"));
+        let share = units::percent(point.speedup / linear(point));
+        format!("{label:>widest$}  {bar} {:>6.1} {share:>8}{ps}", point.speedup).trim_end().into()
+    };
+    points.iter().zip(&labels).map(line).collect()
+}
+
+/// Below half a percent it is noise.
+const WORTH: f64 = 0.005;
+const EIGHTHS: [char; 8] = [' ', '▏', '▎', '▍', '▌', '▋', '▊', '▉'];
+/// Columns that the numbers beside a bar take.
+const VALUES: usize = 30;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn bars_are_as_long_as_their_values() {
+        let point = |x, speedup| Point { x, speedup, speedup_ps: None };
+        let lines = bars(&[point(1.0, 1.0), point(10.0, 5.0)], |p| p.x.to_string(), |p| p.x, 200);
+        let count = |line: &str, mark| line.chars().filter(|c| *c == mark).count();
+        assert_eq!((count(&lines[0], '█'), count(&lines[0], '·')), (5, 0));
+        assert_eq!((count(&lines[1], '█'), count(&lines[1], '·')), (25, 25));
+        assert!(lines[1].ends_with("5.0   50.0 %"), "{}", lines[1]);
+    }
+
+    #[test]
+    fn gains_have_a_sign() {
+        assert_eq!([0.1234, -0.04, 0.0001].map(gain), ["+12.3 %", "-4.0 %", "±0 %"]);
+    }
+}

@@ -1,0 +1,227 @@
+//! `poseidon plan` and `poseidon profile` from the outside: what they print, and what they say when
+//! there is nothing to plan.
+
+use serde_json::Value;
+use std::fs;
+use std::path::Path;
+use std::process::{Command, Output};
+use tempfile::TempDir;
+
+fn poseidon(folder: &Path, command: &str, args: &[&str]) -> Output {
+    let mut poseidon = Command::new(env!("CARGO_BIN_EXE_poseidon"));
+    poseidon.arg(command).args(args).current_dir(folder).env("COLUMNS", "120");
+    poseidon.env_remove("POSEIDON_LOG").output().unwrap()
+}
+
+fn plan(folder: &Path, args: &str) -> Output {
+    poseidon(folder, "plan", &args.split_whitespace().collect::<Vec<_>>())
+}
+
+fn json(args: &str) -> Value {
+    let folder = TempDir::new().unwrap();
+    let output = plan(folder.path(), &format!("{args} --json"));
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    serde_json::from_slice(&output.stdout).unwrap()
+}
+
+/// Fails with one message that has all of `words`, and prints nothing else.
+#[track_caller]
+fn refused(folder: &Path, args: &str, words: &[&str]) {
+    let output = plan(folder, args);
+    let stderr = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.code().is_some_and(|code| code == 1 || code == 2), "{args}: {output:?}");
+    for word in words {
+        assert!(stderr.contains(word), "{args}: '{word}' is not in:\n{stderr}");
+    }
+    assert_eq!(stderr.matches("error: ").count(), 1, "{stderr}");
+    assert!(!stderr.contains("panicked"), "{stderr}");
+    assert_eq!(output.stdout, b"", "{args}");
+}
+
+/// Poseidon 2017 §5.2, on the network and the device of the paper: 15.5 with 16 nodes and 10GbE.
+#[test]
+fn the_contract() {
+    let answer = json(
+        "--model vgg19-22k --workers 16 --servers 16 --batch 32 --bandwidth 10gbit --profile titan-x \
+         --network paper-2017 --scheme auto",
+    );
+    let number = |key: &str| answer[key].as_f64().unwrap_or_else(|| panic!("{key}: {answer}"));
+    assert_eq!(
+        (&answer["model"], &answer["parameters"]),
+        (&"vgg19-22k".into(), &229_052_817.into())
+    );
+    assert!((number("speedup") / 15.5 - 1.0).abs() < 0.1, "{}", number("speedup"));
+    assert!((number("compute_seconds") - 32.0 / 34.6).abs() < 1e-6);
+    assert!(number("iteration_seconds") >= number("compute_seconds"));
+    assert!((number("efficiency") - number("speedup") / 16.0).abs() < 1e-9);
+    assert!((0.0..1.0).contains(&number("stall_fraction")));
+    assert!(number("min_bandwidth_95") > 1e9);
+    assert!(answer["bottleneck"].is_string());
+    assert_eq!((&answer["servers"], &answer["overlap"]), (&"colocated".into(), &"backward".into()));
+    let layers = answer["layers"].as_array().unwrap();
+    assert_eq!(layers.len(), 19);
+    for layer in layers {
+        for key in ["name", "kind", "scheme", "reason"] {
+            assert!(layer[key].is_string(), "{key} in {layer}");
+        }
+        assert!(layer["parameters"].as_u64().unwrap() > 0);
+        assert!(layer["bytes_per_node"].as_u64().unwrap() > 0);
+    }
+    assert_eq!((&layers[0]["scheme"], &layers[16]["scheme"]), (&"ps".into(), &"sfb".into()));
+}
+
+/// Poseidon 2017 §5.2: "Poseidon reduces to PS when training GoogLeNet on 16 nodes".
+#[test]
+fn googlenet_falls_back_to_the_parameter_server() {
+    let answer = json("--model googlenet --workers 16 --batch 128 --network paper-2017");
+    let layers = answer["layers"].as_array().unwrap();
+    assert!(layers.iter().all(|layer| layer["scheme"] == "ps"));
+    let last = layers.last().unwrap()["reason"].as_str().unwrap();
+    assert!(last.starts_with("factors ") && last.contains('>'), "{last}");
+}
+
+#[test]
+fn faster_networks_and_better_schemes_help_where_the_network_is_the_limit() {
+    let answer = json("--model vgg19 --workers 8 --bandwidth 1gbit --scheme ps");
+    assert_eq!(answer["bottleneck"], "egress");
+    let advice = answer["advice"].as_array().unwrap();
+    let gains: Vec<f64> = advice.iter().map(|a| a["gain"].as_f64().unwrap()).collect();
+    assert!(gains.windows(2).all(|pair| pair[0] >= pair[1]), "{gains:?}");
+    let gain = |change: &str| {
+        let found = advice.iter().find(|a| a["change"].as_str().unwrap().contains(change));
+        found.unwrap_or_else(|| panic!("no '{change}' in {advice:?}"))["gain"].as_f64().unwrap()
+    };
+    assert!(gain("--scheme auto") > 1.0 && gain("2.5 Gbit/s") > 1.0);
+    let points = answer["by_workers"].as_array().unwrap();
+    let workers: Vec<f64> = points.iter().map(|p| p["x"].as_f64().unwrap()).collect();
+    assert_eq!(workers, [1.0, 2.0, 4.0, 8.0]);
+}
+
+#[test]
+fn a_search_says_what_it_gains() {
+    let answer = json("--model vgg19 --workers 4 --bandwidth 1gbit --scheme ps --search");
+    let search = &answer["search"];
+    let (before, after) =
+        (search["formula_seconds"].as_f64(), search["iteration_seconds"].as_f64());
+    assert!(after < before, "{search}");
+    assert!(search["changes"].to_string().contains("classifier.0 by sfb"), "{search}");
+    assert_eq!(answer["iteration_seconds"], search["iteration_seconds"]);
+}
+
+#[test]
+fn text_shows_the_table_the_facts_and_a_chart() {
+    let folder = TempDir::new().unwrap();
+    let output = plan(folder.path(), "--model bert-base --workers 4 --batch 8 --report plan.html");
+    assert!(output.status.success(), "{output:?}");
+    let text = String::from_utf8(output.stdout).unwrap();
+    for words in [
+        "12 × layers.*.up",
+        "101 layers",
+        "iteration ",
+        "bottleneck ",
+        "What would help",
+        "█",
+        "plan.html",
+    ] {
+        assert!(text.contains(words), "'{words}' is not in:\n{text}");
+    }
+    assert!(text.lines().count() < 60, "{text}");
+    let page = fs::read_to_string(folder.path().join("plan.html")).unwrap();
+    for words in
+        ["bert-base", "Speed-up by workers", "What would help", "layers.11.down", "</html>"]
+    {
+        assert!(page.contains(words), "'{words}' is not in the page");
+    }
+    assert!(!page.contains("NaN") && !page.contains("http://"), "the page asks for something");
+}
+
+#[test]
+fn a_model_of_ones_own_is_planned() {
+    let folder = TempDir::new().unwrap();
+    let printed = plan(folder.path(), "--model cifar10-quick --print-model");
+    fs::write(folder.path().join("net.json"), &printed.stdout).unwrap();
+    let output = plan(folder.path(), "--model net.json --workers 2 --json");
+    let answer: Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert_eq!(answer["parameters"], 145_578);
+}
+
+#[test]
+fn sizes_that_are_none_are_refused() {
+    let folder = TempDir::new().unwrap();
+    let folder = folder.path();
+    for flag in ["--workers", "--batch", "--lanes"] {
+        for size in ["0", "-3", "many"] {
+            refused(folder, &format!("{flag}={size}"), &[flag, "at least 1"]);
+        }
+    }
+    refused(folder, "--workers 70000", &["65534"]);
+    refused(folder, "--servers 0", &["at least 1"]);
+    refused(folder, "--servers dedicated:some", &["--servers", "'some'"]);
+    refused(folder, "--chunk 0", &["a chunk has from 1024"]);
+    refused(folder, "--latency -5us", &["such as 50us"]);
+    refused(folder, "--latency 1h", &["such as 50us"]);
+}
+
+#[test]
+fn bandwidths_that_no_network_has_are_refused() {
+    let folder = TempDir::new().unwrap();
+    for (bandwidth, words) in [
+        ("0gbit", "no network has 0gbit"),
+        ("-10gbit", "no network has -10gbit"),
+        ("10", "has no unit"),
+        ("10parsec", "'parsec' is not a unit"),
+        ("1000000tbit", "no network has"),
+    ] {
+        refused(folder.path(), &format!("--bandwidth {bandwidth}"), &[words, "10gbit"]);
+    }
+}
+
+#[test]
+fn names_that_are_not_known_are_refused_with_the_nearest() {
+    let folder = TempDir::new().unwrap();
+    let folder = folder.path();
+    refused(folder, "--model vgg91", &["'vgg91'", "did you mean 'vgg19'?", "gpt2-small"]);
+    refused(folder, "--profile titan", &["did you mean 'titan-x'?"]);
+    refused(folder, "--network infiniband", &["'infiniband'", "ethernet", "paper-2017"]);
+    refused(folder, "--scheme best", &["'best'", "'adam'"]);
+    refused(folder, "--overlap some", &["'some'"]);
+}
+
+#[test]
+fn more_servers_than_chunks_are_refused() {
+    let folder = TempDir::new().unwrap();
+    let words = ["500 servers", "chunks", "--chunk"];
+    refused(folder.path(), "--model cifar10-quick --workers 4 --servers 500", &words);
+}
+
+#[test]
+fn malformed_files_are_refused_with_file_line_and_field() {
+    let folder = TempDir::new().unwrap();
+    let write = |name: &str, text: &str| fs::write(folder.path().join(name), text).unwrap();
+    write("net.json", "{\"name\": \"net\", \"layers\": [\n{\"name\": \"a\", \"kind\": \"conv\"}]}");
+    refused(folder.path(), "--model net.json", &["net.json:2: missing field `parameters`"]);
+    write("fast.toml", "device = \"d\"\n[rates]\nconv = 0.0\nfc = 1.0\nother = 1.0\n");
+    refused(folder.path(), "--profile fast.toml", &["fast.toml:3: expected a number above 0"]);
+    refused(folder.path(), "--model no.json", &["no.json"]);
+    refused(folder.path(), "--profile no/such.toml", &["no/such.toml"]);
+    refused(
+        folder.path(),
+        "--report no/such/plan.html --model cifar10-quick",
+        &["no/such/plan.html"],
+    );
+}
+
+#[test]
+fn a_python_that_cannot_help_is_named() {
+    let folder = TempDir::new().unwrap();
+    refused(
+        folder.path(),
+        "--torch nets:make --python no-such-python",
+        &["no-such-python", "--python"],
+    );
+    let output = poseidon(folder.path(), "profile", &["vgg19", "--python", "no-such-python"]);
+    let stderr = String::from_utf8_lossy(&output.stderr);
+    assert!(!output.status.success() && stderr.contains("no-such-python"), "{stderr}");
+    let output = poseidon(folder.path(), "profile", &["vgg20"]);
+    assert!(String::from_utf8_lossy(&output.stderr).contains("did you mean 'vgg"), "{output:?}");
+}

@@ -1,0 +1,78 @@
+//! The order in which frames go to one peer.
+
+use crate::LayerId;
+use crate::wire::{Header, Kind};
+use std::cmp::{Ordering, Reverse};
+use std::collections::BinaryHeap;
+
+/// Frames waiting for one peer. The layer nearest the input goes first, because the next forward
+/// pass needs it first; within a layer, first come first served.
+#[derive(Debug)]
+pub struct Queue<T> {
+    waiting: BinaryHeap<Waiting<T>>,
+    arrived: u64,
+}
+
+/// What goes to one peer before the next one has its turn: no frame is begun beyond this. Enough
+/// that short frames share a system call, little enough that an urgent one does not wait long.
+pub const BATCH_BYTES: usize = 128 << 10;
+/// The same, in frames.
+pub const BATCH_FRAMES: usize = 16;
+
+impl<T> Queue<T> {
+    /// Puts a frame in its place.
+    pub fn push(&mut self, header: &Header, frame: T) {
+        // Goodbyes wait for everything else; other frames without a chunk have layer 0.
+        let LayerId(layer) = header.chunk.layer;
+        let layer = if header.kind == Kind::Bye { u64::MAX } else { layer.into() };
+        self.arrived += 1;
+        self.waiting.push(Waiting { order: Reverse((layer, self.arrived)), frame });
+    }
+
+    /// The frame that goes next.
+    pub fn pop(&mut self) -> Option<T> {
+        self.waiting.pop().map(|waiting| waiting.frame)
+    }
+
+    /// Whether nothing waits.
+    pub fn is_empty(&self) -> bool {
+        self.waiting.is_empty()
+    }
+
+    /// Takes out all frames, in no order.
+    pub fn drain(&mut self) -> impl Iterator<Item = T> + '_ {
+        self.waiting.drain().map(|waiting| waiting.frame)
+    }
+}
+
+impl<T> Default for Queue<T> {
+    fn default() -> Self {
+        Self { waiting: BinaryHeap::new(), arrived: 0 }
+    }
+}
+
+#[derive(Debug)]
+struct Waiting<T> {
+    order: Reverse<(u64, u64)>,
+    frame: T,
+}
+
+impl<T> PartialEq for Waiting<T> {
+    fn eq(&self, other: &Self) -> bool {
+        self.order == other.order
+    }
+}
+
+impl<T> Eq for Waiting<T> {}
+
+impl<T> PartialOrd for Waiting<T> {
+    fn partial_cmp(&self, other: &Self) -> Option<Ordering> {
+        Some(self.cmp(other))
+    }
+}
+
+impl<T> Ord for Waiting<T> {
+    fn cmp(&self, other: &Self) -> Ordering {
+        self.order.cmp(&other.order)
+    }
+}

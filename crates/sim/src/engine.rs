@@ -1,0 +1,215 @@
+//! The loop: workers compute, nodes answer, the fabric carries, time passes.
+
+use crate::Error;
+use crate::calendar::{Calendar, Event, Time};
+use crate::fabric::{Done, Fabric};
+use crate::node::{Book, Node};
+use crate::outcome::{Halt, LayerTimeline};
+use crate::setup::Setup;
+use crate::worker::{Next, Program, Worker};
+use poseidon_core::{Clock, LayerId, LayerKind, NodeId};
+use std::time::Duration;
+
+/// A simulation under way, and afterwards what is to be measured.
+pub(crate) struct Engine<'a> {
+    pub(crate) setup: &'a Setup,
+    pub(crate) book: Book<'a>,
+    pub(crate) program: Program,
+    pub(crate) fabric: Fabric,
+    pub(crate) workers: Vec<Worker>,
+    pub(crate) calendar: Calendar,
+    nodes: Vec<Node>,
+    /// What worker 0 saw of every layer in [`Self::watched`], in seconds since the beginning.
+    pub(crate) timeline: Vec<LayerTimeline>,
+}
+
+impl<'a> Engine<'a> {
+    pub(crate) fn new(setup: &'a Setup) -> Result<Self, Error> {
+        let plan = setup.plan();
+        let ids = || (0..setup.layers.len() as u32).map(LayerId);
+        for (key, _) in plan.all_chunks() {
+            let bytes = plan.len(key) * size_of::<f32>();
+            if bytes > MAX_PAYLOAD {
+                let layer = setup.layers[key.layer.index()].name.clone();
+                return Err(Error::FrameTooLong { layer, bytes });
+            }
+        }
+        let book = Book {
+            cluster: &setup.cluster,
+            layers: &setup.layers,
+            pushes: ids().map(|layer| setup.adam_push(layer).map(|bytes| bytes as u32)).collect(),
+            rows: ids().map(|layer| setup.factor_rows(layer)).collect(),
+            plan,
+        };
+        let rebuild = ids().map(|layer| {
+            book.plan.factors(layer)?;
+            let LayerKind::Fc { m, n } = setup.layers[layer.index()].kind else { return None };
+            // The worker's own rows are in its backward pass.
+            let rows = setup.factor_rows(layer) * (setup.cluster.workers() - 1);
+            Some(setup.rebuild_rate.map_or(0.0, |rate| 2.0 * (m * n) as f64 * rows as f64 / rate))
+        });
+        let program = Program::new(setup, rebuild.collect());
+        let nodes = setup.cluster.node_ids().map(|id| Node::new(&book, id)).collect();
+        let stragglers = &setup.stragglers;
+        let workers = setup.cluster.worker_ids();
+        let workers = workers.map(|rank| Worker::new(&program, rank, stragglers, setup.seed));
+        Ok(Self {
+            workers: workers.collect(),
+            nodes,
+            book,
+            program,
+            fabric: Fabric::new(setup),
+            calendar: Calendar::default(),
+            timeline: vec![LayerTimeline::default(); setup.layers.len()],
+            setup,
+        })
+    }
+
+    /// Runs until nothing is left to do. Returns why that was too early, if it was.
+    pub(crate) fn run(&mut self) -> Option<Halt> {
+        for failure in &self.setup.failures {
+            let at = Time::from_seconds(failure.at.as_secs_f64());
+            self.calendar.enter(at, Event::Failed(failure.node.0));
+        }
+        for worker in self.setup.cluster.worker_ids() {
+            self.go_on(worker);
+        }
+        while let Some(event) = self.calendar.next() {
+            if let Event::Computed(worker) = event {
+                self.go_on(NodeId(worker));
+                continue;
+            }
+            match self.fabric.handle(event, &mut self.calendar) {
+                Done::Nothing => {}
+                Done::Sent(node, frame) => {
+                    let back = self.nodes[node.index()].handle_sent(&frame);
+                    let layer = frame.chunk.layer.index();
+                    if self.watches(node, frame.clock.into()) && frame.lent {
+                        self.timeline[layer].sent = self.calendar.now().seconds();
+                    }
+                    if back {
+                        self.handle_back(node, layer, frame.clock.into());
+                    }
+                    self.fabric.pump(node, &mut self.calendar);
+                }
+                Done::Landed { from, to, frame } => {
+                    let now = self.now();
+                    let fabric = &mut self.fabric;
+                    let back = self.nodes[to.index()].handle_frame(
+                        &self.book,
+                        from,
+                        &frame,
+                        now,
+                        &mut |node, frame| fabric.post(to, node, frame),
+                    );
+                    self.fabric.pump(to, &mut self.calendar);
+                    if back {
+                        self.handle_back(to, frame.chunk.layer.index(), frame.clock.into());
+                    }
+                }
+            }
+        }
+        let unfinished = self.workers.iter().any(|worker| !worker.is_done());
+        unfinished.then(|| self.halt())
+    }
+
+    /// The step of worker 0 that the timeline is about: the last that is followed by another.
+    pub(crate) fn watched(&self) -> u64 {
+        (self.setup.iterations as u64 - 1).max(1)
+    }
+
+    fn watches(&self, node: NodeId, step: u64) -> bool {
+        node == NodeId(0) && step == self.watched()
+    }
+
+    fn now(&self) -> Duration {
+        Duration::from_secs_f64(self.calendar.now().seconds())
+    }
+
+    /// A layer is back: its worker may go on.
+    fn handle_back(&mut self, node: NodeId, layer: usize, clock: u64) {
+        let now = self.calendar.now();
+        if self.watches(node, clock) {
+            self.timeline[layer].applied = now.seconds();
+        }
+        let worker = &mut self.workers[node.index()];
+        if let Some((since, awaited)) = worker.waiting
+            && awaited == layer
+        {
+            let waited = now.since(since);
+            worker.waiting = None;
+            worker.waited[worker.step as usize] += waited;
+            if self.watches(node, clock) {
+                self.timeline[layer].awaited += waited;
+            }
+            self.go_on(node);
+        }
+    }
+
+    /// Lets a worker compute until it has to wait.
+    fn go_on(&mut self, id: NodeId) {
+        if !self.fabric.is_alive(id) {
+            return;
+        }
+        loop {
+            let now = self.calendar.now();
+            let node = &mut self.nodes[id.index()];
+            let worker = &mut self.workers[id.index()];
+            let step = worker.step;
+            match worker.advance(&self.program, now, |layer| node.is_in_flight(layer)) {
+                Next::Compute(0.0) => {}
+                Next::Compute(seconds) => {
+                    let end = now + Time::from_seconds(seconds);
+                    self.calendar.enter(end, Event::Computed(id.0));
+                    return;
+                }
+                Next::Wait(layer) => {
+                    worker.waiting = Some((now, layer));
+                    return;
+                }
+                Next::Stop => return,
+                Next::Send(layer) => {
+                    let time = Duration::from_secs_f64(now.seconds());
+                    let fabric = &mut self.fabric;
+                    node.send(
+                        &self.book,
+                        LayerId(layer as u32),
+                        Clock(step),
+                        time,
+                        &mut |peer, frame| fabric.post(id, peer, frame),
+                    );
+                    let back = !node.is_in_flight(layer);
+                    fabric.pump(id, &mut self.calendar);
+                    if self.watches(id, step) {
+                        let seen = &mut self.timeline[layer];
+                        seen.ready = now.seconds();
+                        if back {
+                            (seen.sent, seen.applied) = (seen.ready, seen.ready);
+                        }
+                    }
+                }
+            }
+        }
+    }
+
+    /// Who waits for whom, first those who wait for a node that is silent.
+    fn halt(&self) -> Halt {
+        let alive = |node: NodeId| self.fabric.is_alive(node);
+        let failed: Vec<_> = self.setup.cluster.node_ids().filter(|node| !alive(*node)).collect();
+        let living = self.nodes.iter().zip(self.setup.cluster.node_ids());
+        let mut waits = Vec::new();
+        for (node, _) in living.filter(|(_, id)| alive(*id)) {
+            let mut own = node.waits(&self.book);
+            own.sort_by_key(|wait| alive(wait.awaits));
+            waits.extend(own.into_iter().take(1));
+        }
+        waits.sort_by_key(|wait| (alive(wait.awaits), wait.node));
+        waits.truncate(MAX_WAITS);
+        Halt { at: self.calendar.now().seconds(), failed, waits }
+    }
+}
+
+/// Who waits in vain is named, but not 1,024 times.
+const MAX_WAITS: usize = 32;
+/// What the length of a frame can say.
+const MAX_PAYLOAD: usize = u32::MAX as usize - 64;

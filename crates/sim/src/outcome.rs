@@ -1,0 +1,88 @@
+//! What came of a simulation.
+
+use poseidon_core::{ChunkKey, Clock, NodeId};
+use serde::Serialize;
+
+/// What came of a simulation. Times are in seconds.
+#[derive(Clone, Debug, Serialize)]
+pub struct Outcome {
+    /// A step in steady state: the median over the steps after the first.
+    pub iteration_seconds: f64,
+    /// What one worker alone computes in a step.
+    pub compute_seconds: f64,
+    /// The share of a step in which the median worker waits for the network or rebuilds gradients.
+    pub stall_fraction: f64,
+    /// Samples per second over those of one worker alone.
+    pub speedup: f64,
+    /// By node: bytes on the wire in one step, headers included.
+    pub bytes_sent: Vec<u64>,
+    /// By node: the same the other way.
+    pub bytes_received: Vec<u64>,
+    /// By layer: what happened to it on worker 0 in the last step.
+    pub timeline: Vec<LayerTimeline>,
+    /// What a faster cluster would need first.
+    pub bottleneck: Bottleneck,
+    /// Why it is that, for people.
+    pub reason: String,
+    /// Why the job stopped before its last step, if it did. Then the figures above are of the steps
+    /// before, or 0.
+    pub halt: Option<Halt>,
+    /// Events that were simulated: what a simulation costs.
+    pub events: u64,
+}
+
+/// One layer on one worker in one step, in seconds since the step began.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
+pub struct LayerTimeline {
+    /// Its backward ended: the gradient is there.
+    pub ready: f64,
+    /// The last byte of it left.
+    pub sent: f64,
+    /// The result is complete on the worker. May be in the next step's time.
+    pub applied: f64,
+    /// How long the worker waited for it, rebuilding not counted.
+    pub awaited: f64,
+}
+
+/// What keeps a step from being shorter.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase", tag = "what", content = "node")]
+pub enum Bottleneck {
+    /// The workers compute nearly all the time.
+    Compute,
+    /// What this node sends.
+    Egress(NodeId),
+    /// What this node receives.
+    Ingress(NodeId),
+    /// Nobody's link is busy: frames are waited for one after the other.
+    Latency,
+    /// Gradients are rebuilt from factors.
+    Rebuild,
+}
+
+/// A job that cannot go on.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Halt {
+    /// When nothing moved any more, in seconds since the beginning.
+    pub at: f64,
+    /// The nodes that had fallen silent.
+    pub failed: Vec<NodeId>,
+    /// Who waits for whom, a few of them.
+    pub waits: Vec<Wait>,
+}
+
+/// Somebody who waits in vain.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct Wait {
+    /// Who waits.
+    pub node: NodeId,
+    /// For whom.
+    pub awaits: NodeId,
+    /// The layer's name.
+    pub layer: String,
+    /// The chunk of it.
+    #[serde(skip)]
+    pub chunk: ChunkKey,
+    /// The step.
+    pub clock: Clock,
+}

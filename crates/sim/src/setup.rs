@@ -1,0 +1,266 @@
+//! What is simulated.
+
+use crate::Error;
+use crate::network::Network;
+use crate::profile::LayerTime;
+use crate::zoo::Model;
+use poseidon_core::plan::{Placement, Rules};
+use poseidon_core::{ChunkSize, Cluster, Layer, LayerId, NodeId};
+use serde::{Deserialize, Serialize};
+use std::time::Duration;
+use std::{fmt, str::FromStr};
+
+/// A training job: what is trained, where, and how.
+#[derive(Clone, Debug)]
+pub struct Setup {
+    /// In forward order. Those without parameters only take time.
+    pub layers: Vec<Layer>,
+    /// By layer: rows per sample that a fully connected layer sees.
+    pub rows: Vec<usize>,
+    /// By layer: how long a worker computes.
+    pub times: Vec<LayerTime>,
+    /// Workers, servers and lanes.
+    pub cluster: Cluster,
+    /// Samples per worker and step.
+    pub batch: usize,
+    /// How layers are synchronised.
+    pub scheme: SchemeRule,
+    /// Layers that follow another rule.
+    pub overrides: Vec<(LayerId, SchemeRule)>,
+    /// How much of the synchronisation runs beside computing.
+    pub overlap: Overlap,
+    /// How layers are cut.
+    pub chunk: ChunkSize,
+    /// How chunks are spread.
+    pub placement: Placement,
+    /// What lies between nodes.
+    pub network: Network,
+    /// What moving bytes costs a node.
+    pub host: Host,
+    /// Floating-point operations per second at which a worker rebuilds gradients from factors;
+    /// `None` if that costs nothing. Its own batch's share is part of its backward pass.
+    pub rebuild_rate: Option<f64>,
+    /// Workers that are slower than their profile.
+    pub stragglers: Stragglers,
+    /// Nodes that fall silent.
+    pub failures: Vec<Failure>,
+    /// Steps of every worker. The first one is not counted in what is reported.
+    pub iterations: usize,
+    /// Where chance begins.
+    pub seed: u64,
+}
+
+/// How a layer is synchronised, or who decides.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum SchemeRule {
+    /// The way that moves the fewest bytes.
+    #[default]
+    Auto,
+    /// Parameter server.
+    Ps,
+    /// Factors from every worker to every other, where there are factors.
+    Sfb,
+    /// Factors to the one server that holds the whole layer, matrices back (Project Adam's way). A
+    /// comparator: no session does it.
+    Adam,
+}
+
+/// How much of the synchronisation may run beside computing.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Overlap {
+    /// None: everything is sent after the backward pass and awaited before the next step.
+    None,
+    /// A layer is sent when its backward ends; all are awaited before the next step.
+    Backward,
+    /// Also the next forward: each layer is awaited when its turn comes.
+    #[default]
+    Full,
+}
+
+/// What moving bytes costs a node, on top of the network. Nothing by default.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Host {
+    /// Seconds of a node's lanes per byte sent.
+    pub send: f64,
+    /// Seconds of a node's lanes per byte received and added up.
+    pub receive: f64,
+    /// Seconds per frame, on either side.
+    pub frame: f64,
+}
+
+/// Workers that are slower than their profile.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Stragglers {
+    /// How a step's time varies from worker to worker and from step to step.
+    pub jitter: Jitter,
+    /// Workers that take this many times as long, always.
+    pub slow: Vec<(NodeId, f64)>,
+}
+
+/// A distribution of factors on a step's computing time.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub enum Jitter {
+    /// Always 1.
+    #[default]
+    None,
+    /// Log-normal with median 1: the logarithm has this standard deviation.
+    LogNormal(f64),
+    /// Now and then a step takes much longer.
+    Tail {
+        /// How often, from 0 to 1.
+        probability: f64,
+        /// How many times as long.
+        factor: f64,
+    },
+}
+
+/// A node that falls silent.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Failure {
+    /// Which.
+    pub node: NodeId,
+    /// Since the beginning.
+    pub at: Duration,
+}
+
+impl Setup {
+    /// `model` on `cluster` with everything else as a session does it by default. `times` has an
+    /// entry for every layer.
+    pub fn new(
+        model: &Model,
+        times: Vec<LayerTime>,
+        cluster: Cluster,
+        batch: usize,
+        network: Network,
+    ) -> Self {
+        Self {
+            layers: model.layers.iter().map(Layer::from).collect(),
+            rows: model.layers.iter().map(|layer| layer.rows).collect(),
+            times,
+            cluster,
+            batch,
+            scheme: SchemeRule::Auto,
+            overrides: Vec::new(),
+            overlap: Overlap::Full,
+            chunk: Rules::default().chunk,
+            placement: Rules::default().placement,
+            network,
+            host: Host::default(),
+            rebuild_rate: None,
+            stragglers: Stragglers::default(),
+            failures: Vec::new(),
+            iterations: 4,
+            seed: 0,
+        }
+    }
+
+    /// Whether this can be simulated, and if not, why.
+    pub fn check(&self) -> Result<(), Error> {
+        let layers = self.layers.len();
+        if layers == 0 {
+            return Err(Error::NoLayers);
+        }
+        for (what, got) in [("times", self.times.len()), ("rows", self.rows.len())] {
+            if got != layers {
+                return Err(Error::Mismatch { what, layers, got });
+            }
+        }
+        if let Some(&(layer, _)) = self.overrides.iter().find(|(l, _)| l.index() >= layers) {
+            return Err(Error::NoSuchLayer { layer, layers });
+        }
+        let slow = self.stragglers.slow.iter().map(|(node, _)| *node);
+        let named = self.failures.iter().map(|failure| failure.node).chain(slow);
+        if let Some(node) = named.into_iter().find(|node| self.cluster.role(*node).is_none()) {
+            return Err(Error::NoSuchNode { node, nodes: self.cluster.nodes() });
+        }
+        let racks = self.network.racks;
+        let slow = self.stragglers.slow.iter().map(|(_, factor)| *factor);
+        let positive = [
+            ("the bandwidth", self.network.bandwidth),
+            ("the network's efficiency", self.network.efficiency),
+            ("what a node gets out of a link", self.network.ceiling.unwrap_or(1.0)),
+            ("the batch", self.batch as f64),
+            ("the number of iterations", self.iterations as f64),
+            ("the rate of rebuilding", self.rebuild_rate.unwrap_or(1.0)),
+            ("the nodes of a rack", racks.map_or(1.0, |r| r.nodes_per_rack as f64)),
+            ("the oversubscription of racks", racks.map_or(1.0, |r| r.oversubscription)),
+        ];
+        let positive = positive.into_iter().chain(slow.map(|f| ("a straggler's factor", f)));
+        for (what, got) in positive {
+            if !(got.is_finite() && got > 0.0) {
+                return Err(Error::Number { what, expected: "a number above 0", got });
+            }
+        }
+        let (spread, probability, factor) = match self.stragglers.jitter {
+            Jitter::None => (0.0, 0.0, 1.0),
+            Jitter::LogNormal(spread) => (spread, 0.0, 1.0),
+            Jitter::Tail { probability, factor } => (0.0, probability, factor),
+        };
+        let Host { send, receive, frame } = self.host;
+        let costs = [
+            ("the jitter", spread),
+            ("the probability of a slow step", probability),
+            ("the factor of a slow step", factor),
+            ("a node's cost of sending", send),
+            ("a node's cost of receiving", receive),
+            ("a node's cost of a frame", frame),
+        ];
+        let times = self.times.iter().flat_map(|t| [t.forward, t.backward]);
+        for (what, got) in costs.into_iter().chain(times.map(|t| ("a layer's time", t))) {
+            if !(got.is_finite() && got >= 0.0) {
+                return Err(Error::Number { what, expected: "a number of at least 0", got });
+            }
+        }
+        Ok(())
+    }
+}
+
+impl fmt::Display for SchemeRule {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Auto => "auto",
+            Self::Ps => "ps",
+            Self::Sfb => "sfb",
+            Self::Adam => "adam",
+        })
+    }
+}
+
+impl FromStr for SchemeRule {
+    type Err = String;
+
+    fn from_str(s: &str) -> Result<Self, String> {
+        match s {
+            "auto" => Ok(Self::Auto),
+            "ps" => Ok(Self::Ps),
+            "sfb" => Ok(Self::Sfb),
+            "adam" => Ok(Self::Adam),
+            _ => Err(format!("expected 'auto', 'ps', 'sfb' or 'adam', got '{s}'")),
+        }
+    }
+}
+
+impl fmt::Display for Overlap {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::None => "none",
+            Self::Backward => "backward",
+            Self::Full => "full",
+        })
+    }
+}
+
+impl FromStr for Overlap {
+    type Err = String;
+
+    fn from_str(s: &str) -> Result<Self, String> {
+        match s {
+            "none" => Ok(Self::None),
+            "backward" => Ok(Self::Backward),
+            "full" => Ok(Self::Full),
+            _ => Err(format!("expected 'none', 'backward' or 'full', got '{s}'")),
+        }
+    }
+}

@@ -1,0 +1,206 @@
+//! What a worker computes, layer by layer, and where it waits.
+
+use crate::calendar::Time;
+use crate::profile::LayerTime;
+use crate::setup::{Jitter, Overlap, Setup, Stragglers};
+use poseidon_core::NodeId;
+use rand::RngExt;
+use rand_chacha::ChaCha8Rng;
+use rand_chacha::rand_core::SeedableRng;
+
+/// A worker's place in its program.
+pub(crate) struct Worker {
+    at: At,
+    /// The step it is in, from 1.
+    pub(crate) step: u64,
+    /// By layer: it has come back as factors and is not rebuilt yet.
+    unbuilt: Vec<bool>,
+    /// How many times as long as its profile says this step takes.
+    pace: f64,
+    slow: f64,
+    chance: ChaCha8Rng,
+    /// Since when it waits, and for which layer.
+    pub(crate) waiting: Option<(Time, usize)>,
+    /// When its steps began; the last is when it was done.
+    pub(crate) begun: Vec<Time>,
+    /// By step: seconds it waited, and seconds it rebuilt gradients.
+    pub(crate) waited: Vec<f64>,
+    pub(crate) rebuilt: Vec<f64>,
+}
+
+#[derive(Clone, Copy, Debug)]
+enum At {
+    /// Before a layer's forward: it must be here.
+    Await(usize),
+    Forward(usize),
+    Forwarded(usize),
+    Backward(usize),
+    Backwarded(usize),
+    /// After a backward pass: layers below this one are still to be sent, if none was before.
+    Flush(usize),
+    /// After a step or the last step: everything must come back, from this layer on.
+    Settle(usize),
+    Done,
+}
+
+/// What a worker does next.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Next {
+    /// Computes for so many seconds.
+    Compute(f64),
+    /// Sends a layer, and goes on.
+    Send(usize),
+    /// Needs a layer that is in flight.
+    Wait(usize),
+    /// Nothing more.
+    Stop,
+}
+
+/// What all workers do.
+pub(crate) struct Program {
+    times: Vec<LayerTime>,
+    /// By layer: seconds to rebuild its gradient, for those that go by factors.
+    pub(crate) rebuild: Vec<Option<f64>>,
+    /// By layer: whether it has anything to synchronise.
+    synced: Vec<bool>,
+    overlap: Overlap,
+    steps: u64,
+    jitter: Jitter,
+}
+
+impl Program {
+    pub(crate) fn new(setup: &Setup, rebuild: Vec<Option<f64>>) -> Self {
+        Self {
+            times: setup.times.clone(),
+            rebuild,
+            synced: setup.layers.iter().map(|layer| layer.len > 0).collect(),
+            overlap: setup.overlap,
+            steps: setup.iterations as u64,
+            jitter: setup.stragglers.jitter,
+        }
+    }
+
+    /// Seconds one worker alone computes in a step.
+    pub(crate) fn compute_seconds(&self) -> f64 {
+        self.times.iter().map(|time| time.forward + time.backward).sum()
+    }
+}
+
+impl Worker {
+    pub(crate) fn new(program: &Program, rank: NodeId, stragglers: &Stragglers, seed: u64) -> Self {
+        let mut chance = ChaCha8Rng::seed_from_u64(seed);
+        chance.set_stream(rank.0.into());
+        let slow = stragglers.slow.iter().filter(|(node, _)| *node == rank);
+        let mut worker = Self {
+            at: At::Await(0),
+            step: 0,
+            unbuilt: vec![false; program.times.len()],
+            pace: 1.0,
+            slow: slow.map(|(_, factor)| factor).product(),
+            chance,
+            waiting: None,
+            begun: Vec::with_capacity(program.steps as usize + 1),
+            waited: vec![0.0; program.steps as usize + 1],
+            rebuilt: vec![0.0; program.steps as usize + 1],
+        };
+        worker.begin_step(program, Time::default());
+        worker
+    }
+
+    /// Whether all its steps are done.
+    pub(crate) fn is_done(&self) -> bool {
+        matches!(self.at, At::Done)
+    }
+
+    /// Goes on from where it was. `in_flight` says whether a layer is.
+    pub(crate) fn advance(
+        &mut self,
+        program: &Program,
+        now: Time,
+        in_flight: impl Fn(usize) -> bool,
+    ) -> Next {
+        let layers = program.times.len();
+        loop {
+            match self.at {
+                At::Await(layer) | At::Settle(layer) if layer < layers => {
+                    if program.synced[layer] {
+                        if in_flight(layer) {
+                            return Next::Wait(layer);
+                        }
+                        if std::mem::take(&mut self.unbuilt[layer])
+                            && let Some(seconds) = program.rebuild[layer]
+                            && seconds > 0.0
+                        {
+                            self.rebuilt[self.step as usize] += seconds;
+                            return Next::Compute(seconds);
+                        }
+                    }
+                    self.at = match self.at {
+                        At::Settle(_) => At::Settle(layer + 1),
+                        _ => At::Forward(layer),
+                    };
+                }
+                At::Await(_) => self.at = At::Backward(layers - 1),
+                At::Forward(layer) => {
+                    self.at = At::Forwarded(layer);
+                    return Next::Compute(program.times[layer].forward * self.pace);
+                }
+                At::Forwarded(layer) => self.at = At::Await(layer + 1),
+                At::Backward(layer) => {
+                    self.at = At::Backwarded(layer);
+                    return Next::Compute(program.times[layer].backward * self.pace);
+                }
+                At::Backwarded(layer) => {
+                    self.at = if layer > 0 { At::Backward(layer - 1) } else { At::Flush(layers) };
+                    if program.overlap != Overlap::None && program.synced[layer] {
+                        return self.send(program, layer);
+                    }
+                }
+                At::Flush(above) if above > 0 && program.overlap == Overlap::None => {
+                    self.at = At::Flush(above - 1);
+                    if program.synced[above - 1] {
+                        return self.send(program, above - 1);
+                    }
+                }
+                At::Flush(_) if program.overlap == Overlap::Full && self.step < program.steps => {
+                    self.begin_step(program, now);
+                    self.at = At::Await(0);
+                }
+                At::Flush(_) => self.at = At::Settle(0),
+                At::Settle(_) if self.step < program.steps => {
+                    self.begin_step(program, now);
+                    self.at = At::Await(0);
+                }
+                At::Settle(_) => {
+                    self.begun.push(now);
+                    self.at = At::Done;
+                }
+                At::Done => return Next::Stop,
+            }
+        }
+    }
+
+    fn send(&mut self, program: &Program, layer: usize) -> Next {
+        self.unbuilt[layer] = program.rebuild[layer].is_some();
+        Next::Send(layer)
+    }
+
+    fn begin_step(&mut self, program: &Program, now: Time) {
+        self.step += 1;
+        self.begun.push(now);
+        self.pace = self.slow
+            * match program.jitter {
+                Jitter::None => 1.0,
+                Jitter::LogNormal(spread) => (spread * self.normal()).exp(),
+                Jitter::Tail { probability, factor } => {
+                    if self.chance.random::<f64>() < probability { factor } else { 1.0 }
+                }
+            };
+    }
+
+    /// A standard normal number (Box and Muller's way).
+    fn normal(&mut self) -> f64 {
+        let radius = (-2.0 * (1.0 - self.chance.random::<f64>()).ln()).sqrt();
+        radius * (std::f64::consts::TAU * self.chance.random::<f64>()).cos()
+    }
+}
