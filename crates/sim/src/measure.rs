@@ -1,10 +1,11 @@
 //! From a simulation that has run to what people want to know of it.
 
 use crate::Error;
+use crate::calendar::Time;
 use crate::engine::Engine;
+use crate::network::Duplex;
 use crate::outcome::{Bottleneck, LayerTimeline, Outcome};
 use crate::setup::Setup;
-use crate::{calendar::Time, network::Duplex};
 use poseidon_core::NodeId;
 use std::cmp::Reverse;
 
@@ -15,20 +16,19 @@ pub fn simulate(setup: &Setup) -> Result<Outcome, Error> {
     let halt = engine.run();
     let measured = Steps::of(&engine);
     let compute_seconds = engine.program.compute_seconds();
-    let iteration_seconds = measured.seconds;
     let workers = setup.cluster.workers() as f64;
-    let speedup = match iteration_seconds > 0.0 {
-        true => workers * compute_seconds / iteration_seconds,
+    let speedup = match measured.mean > 0.0 {
+        true => workers * compute_seconds / measured.mean,
         false => 0.0,
     };
     let steps = match &halt {
         None => setup.iterations as u64,
         Some(_) => engine.workers.iter().map(|worker| worker.step).max().unwrap_or(1).max(1),
     };
-    let bytes = |way: usize| (0..setup.cluster.nodes()).map(move |node| (node, way));
-    let bytes =
-        |way| bytes(way).map(|(node, way)| engine.fabric.bytes(node)[way] / steps).collect();
-    let (bytes_sent, bytes_received): (Vec<u64>, Vec<u64>) = (bytes(0), bytes(1));
+    let (bytes_sent, bytes_received): (Vec<u64>, Vec<u64>) = (0..setup.cluster.nodes())
+        .map(|node| engine.fabric.bytes(node))
+        .map(|[sent, received]| (sent / steps, received / steps))
+        .unzip();
     let (bottleneck, reason) = match &halt {
         Some(halt) => {
             let failed: Vec<_> = halt.failed.iter().map(|n| setup.cluster.name(*n)).collect();
@@ -46,7 +46,7 @@ pub fn simulate(setup: &Setup) -> Result<Outcome, Error> {
         awaited: seen.awaited,
     };
     Ok(Outcome {
-        iteration_seconds,
+        iteration_seconds: measured.median,
         compute_seconds,
         stall_fraction: measured.stalled(),
         speedup,
@@ -63,9 +63,9 @@ pub fn simulate(setup: &Setup) -> Result<Outcome, Error> {
 /// The steps that count, of all workers: those between the first and the last, which have others
 /// before and after them, as far as there are any.
 struct Steps {
-    /// The median step.
-    seconds: f64,
-    /// Means per step: waiting, and rebuilding gradients.
+    median: f64,
+    mean: f64,
+    /// Of the mean: waiting, and rebuilding gradients.
     waited: f64,
     rebuilt: f64,
 }
@@ -91,13 +91,14 @@ impl Steps {
         }
         lengths.sort_by(f64::total_cmp);
         let count = lengths.len().max(1) as f64;
-        let seconds = lengths.get(lengths.len() / 2).copied().unwrap_or(0.0);
-        Self { seconds, waited: waited / count, rebuilt: rebuilt / count }
+        let median = lengths.get(lengths.len() / 2).copied().unwrap_or(0.0);
+        let mean = lengths.iter().sum::<f64>() / count;
+        Self { median, mean, waited: waited / count, rebuilt: rebuilt / count }
     }
 
     fn stalled(&self) -> f64 {
-        match self.seconds > 0.0 {
-            true => ((self.waited + self.rebuilt) / self.seconds).min(1.0),
+        match self.mean > 0.0 {
+            true => ((self.waited + self.rebuilt) / self.mean).min(1.0),
             false => 0.0,
         }
     }
@@ -136,7 +137,7 @@ fn find_bottleneck(
         let reason = format!(
             "workers wait {} of a step, but the busiest link is in use for {} of it",
             percent(stalled),
-            percent(wire / steps.seconds)
+            percent(wire / steps.mean)
         );
         return (Bottleneck::Latency, reason);
     }
@@ -145,7 +146,7 @@ fn find_bottleneck(
         setup.cluster.name(node),
         if egress { "sends" } else { "receives" },
         bytes as f64 / 1e6,
-        percent(wire / steps.seconds)
+        percent(wire / steps.mean)
     );
     (if egress { Bottleneck::Egress(node) } else { Bottleneck::Ingress(node) }, reason)
 }

@@ -10,9 +10,10 @@ pub struct Outcome {
     pub iteration_seconds: f64,
     /// What one worker alone computes in a step.
     pub compute_seconds: f64,
-    /// The share of a step in which the median worker waits for the network or rebuilds gradients.
+    /// The share of their time in which workers wait for the network or rebuild gradients.
     pub stall_fraction: f64,
-    /// Samples per second over those of one worker alone.
+    /// Samples per second over those of one worker alone: by the mean step, which is longer than the
+    /// median where few steps are very long.
     pub speedup: f64,
     /// By node: bytes on the wire in one step, headers included.
     pub bytes_sent: Vec<u64>,
@@ -20,7 +21,7 @@ pub struct Outcome {
     pub bytes_received: Vec<u64>,
     /// By layer: what happened to it on worker 0 in the last step.
     pub timeline: Vec<LayerTimeline>,
-    /// What a faster cluster would need first.
+    /// What a faster cluster would need first. Of a job that stopped it says nothing.
     pub bottleneck: Bottleneck,
     /// Why it is that, for people.
     pub reason: String,

@@ -3,7 +3,7 @@
 mod support;
 
 use poseidon_core::wire::Header;
-use poseidon_core::{Cluster, LayerId, LayerKind, NodeId, Servers};
+use poseidon_core::{Cluster, LayerId, LayerKind, NodeId, Scheme, Servers};
 use poseidon_sim::network::{Duplex, Racks};
 use poseidon_sim::outcome::Outcome;
 use poseidon_sim::setup::{Failure, Jitter};
@@ -139,6 +139,29 @@ fn two_workers_with_factors_by_hand() {
     let outcome = run(&setup);
     close(outcome.iteration_seconds, 2.0 + t + 0.001 + rebuild);
     assert_eq!(outcome.bottleneck, Bottleneck::Rebuild);
+}
+
+/// A host that takes twice as long as the link for a byte it sends sets the pace.
+#[test]
+fn a_slow_host_by_hand() {
+    let mut setup = one_layer(100_000, LayerKind::Other, 1e6);
+    setup.overlap = Overlap::Backward;
+    setup.host.send = 2e-6;
+    let t = 200_032.0 / 1e6;
+    close(run(&setup).iteration_seconds, 2.0 + 4.0 * t + 0.002);
+    setup.host.frame = 0.1;
+    close(run(&setup).iteration_seconds, 2.0 + 4.0 * t + 0.202);
+}
+
+#[test]
+fn layers_may_follow_rules_of_their_own() {
+    let mut setup = setup(4, Servers::Colocated, SchemeRule::Auto, 1e9);
+    let scheme = |setup: &Setup, layer| setup.plan().choice(LayerId(layer)).unwrap().scheme;
+    assert_eq!([16, 17, 18].map(|l| scheme(&setup, l)), [Scheme::Sfb; 3]);
+    let before = run(&setup).bytes_sent[0];
+    setup.overrides = vec![(LayerId(17), SchemeRule::Ps)];
+    assert_eq!([16, 17, 18].map(|l| scheme(&setup, l)), [Scheme::Sfb, Scheme::Ps, Scheme::Sfb]);
+    assert!(run(&setup).bytes_sent[0] > before);
 }
 
 #[test]
