@@ -148,7 +148,7 @@ pub(crate) fn nearest(
     let name = folded(name);
     let scored = names.map(|known| (strsim::jaro_winkler(&name, &folded(known)), known));
     let best = scored.max_by(|a, b| a.0.total_cmp(&b.0))?;
-    (best.0 > 0.75).then_some(best.1)
+    (best.0 > LIKE).then_some(best.1)
 }
 
 pub(crate) fn did_you_mean(nearest: Option<&str>) -> String {
@@ -323,6 +323,9 @@ mod file {
     /// 2⁴⁰: what no computation here can overflow from.
     const LARGEST: usize = 1 << 40;
 }
+
+/// Of Jaro-Winkler similarity: `vgg20` is like `vgg19`, `net` is not like `resnet50`.
+const LIKE: f64 = 0.8;
 
 macro_rules! zoo {
     ($($name:literal),* $(,)?) => {

@@ -41,10 +41,10 @@ pub(super) fn folded(layers: &[LayerForecast]) -> Vec<LayerReport> {
 
 /// All of `layers` as one row.
 pub(super) fn row(layers: &[&LayerForecast]) -> LayerReport {
-    let (first, last) = (layers[0], layers[layers.len() - 1]);
+    let first = layers[0];
     let name = match layers.len() {
         1 => first.name.clone(),
-        count => format!("{count}: {} … {}", first.name, last.name),
+        count => format!("{count} layers from {}", first.name),
     };
     let same_shape = layers.iter().all(|layer| layer.shape == first.shape);
     let kind = match first.shape.filter(|_| same_shape) {
@@ -109,7 +109,7 @@ mod tests {
         layers.push(layer("fc".into(), "fc"));
         let rows = folded(&layers);
         assert_eq!(rows.len(), 2);
-        assert_eq!(rows[0].name, "155: conv0 … conv154");
+        assert_eq!(rows[0].name, "155 layers from conv0");
         assert_eq!((rows[0].parameters, rows[0].bytes_sent_per_step), (1550, 775));
     }
 

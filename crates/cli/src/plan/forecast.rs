@@ -209,6 +209,8 @@ fn layers(setup: &Setup) -> Vec<LayerForecast> {
             Some(choice) => ("ps", choice.reason.clone()),
             None => ("ps", String::new()),
         };
+        let found = setup.overrides.iter().any(|(overridden, _)| *overridden == id);
+        let reason = if found { "the search found it faster so".into() } else { reason };
         let sent: u64 =
             setup.cluster.node_ids().map(|node| bytes_sent(setup, &plan, node, id)).sum();
         LayerForecast {

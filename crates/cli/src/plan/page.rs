@@ -1,7 +1,7 @@
 //! The plan as a page: one file with everything in it, which asks nothing of the network.
 
 use super::forecast::{Beyond, Forecast, Point};
-use super::text::{basis, gain, machines};
+use super::text::{basis, gain, machines, times};
 use super::{Bandwidth, Question, bottleneck, fold};
 use crate::train::report::curves::{Frame, frame, line, polyline};
 use crate::train::report::page::{STYLE, TIPS, figure, plan};
@@ -69,14 +69,14 @@ pub(super) fn page(question: &Question, forecast: &Forecast) -> String {
 fn summary(question: &Question, forecast: &Forecast) -> String {
     let outcome = &forecast.outcome;
     let mut text = format!(
-        "{} has {} parameters. {}, connected by {} {}, are predicted to train it {:.1} times as fast as \
+        "{} has {} parameters. {}, connected by {} {}, are predicted to train it {} times as fast as \
          one alone. A step takes {}, of which workers wait {}. The bottleneck: {}.",
         question.model.name,
         units::count(question.model.parameters() as u64),
         machines(&forecast.setup.cluster),
         Bandwidth::from_bytes(forecast.setup.network.bandwidth),
         forecast.setup.network.name,
-        outcome.speedup,
+        times(outcome.speedup),
         units::duration(outcome.iteration_seconds),
         units::percent(outcome.stall_fraction),
         outcome.reason,
@@ -104,20 +104,24 @@ fn tiles(page: &mut String, forecast: &Forecast) {
     let workers = units::plural(forecast.setup.cluster.workers() as u64, "worker");
     let sent = outcome.bytes_sent.iter().copied().max().unwrap_or(0);
     let enough = match &forecast.beyond {
-        Some(Beyond { enough: Some(bandwidth), .. }) => bandwidth.to_string(),
-        Some(_) => "none".into(),
-        None => "not asked".into(),
+        Some(Beyond { enough: Some(bandwidth), .. }) => {
+            let text = bandwidth.to_string();
+            let (number, unit) = text.split_once(' ').unwrap_or((&text, ""));
+            (number.to_owned(), format!("{unit} are the least that is enough"))
+        }
+        Some(_) => ("none".into(), "is enough".into()),
+        None => ("not asked".into(), "see --thorough".into()),
     };
     let compute = format!("{} of it computing", units::duration(outcome.compute_seconds));
     let linear = format!("with {workers}; {} of linear", units::percent(forecast.efficiency()));
     let waiting = format!("of the time; limit: {}", bottleneck(outcome.bottleneck));
     let tiles = [
-        ("Speed-up", format!("{:.1}", outcome.speedup), linear.as_str()),
+        ("Speed-up", times(outcome.speedup), linear.as_str()),
         ("Iteration", units::duration(outcome.iteration_seconds), &compute),
         ("Samples per second", units::rate(forecast.images_per_second()), "of all workers"),
         ("Waiting", units::percent(outcome.stall_fraction), &waiting),
         ("Sent per step", units::bytes(sent), "by the busiest node"),
-        ("Bandwidth for 95 %", enough, "the least that is enough"),
+        ("Bandwidth for 95 %", enough.0, &enough.1),
     ];
     page.push_str("<dl class=\"tiles\">\n");
     for (name, value, about) in tiles {
@@ -213,10 +217,11 @@ fn curve(page: &mut String, id: &str, title: &str, curve: Curve<'_>) {
             let _ = write!(
                 page,
                 "<circle class=\"{class}\" cx=\"{}%\" cy=\"{}%\" r=\"4\"><title>{} {unit}, {name}: \
-                 {speedup:.1}</title></circle>",
+                 {}</title></circle>",
                 At(x.share(at) * 100.0),
                 At(100.0 - y.share(speedup) * 100.0),
                 Escaped(&label),
+                times(speedup),
             );
         }
     }
@@ -227,18 +232,18 @@ fn advice(page: &mut String, beyond: &Beyond) {
     page.push_str(
         "<p class=\"about\">The same job with one thing changed, simulated.</p>\n\
          <div class=\"card\"><table><thead><tr><th>change</th><th class=\"num\">speed</th>\
-         <th class=\"num\">samples/s</th><th class=\"num\">iteration</th><th>but</th></tr></thead><tbody>\n",
+         <th class=\"num\">samples/s</th><th class=\"num\">iteration</th></tr></thead><tbody>\n",
     );
     for advice in &beyond.advice {
+        let but =
+            advice.but.map_or(String::new(), |but| format!(" <span class=\"why\">({but})</span>"));
         let _ = writeln!(
             page,
-            "<tr><td>{}</td><td class=\"num\">{}</td><td class=\"num\">{}</td><td class=\"num\">{}</td>\
-             <td class=\"why\">{}</td></tr>",
+            "<tr><td>{}{but}</td><td class=\"num\">{}</td><td class=\"num\">{}</td><td class=\"num\">{}</td></tr>",
             Escaped(&advice.change),
             gain(advice.gain),
             units::rate(advice.images_per_second),
             units::duration(advice.iteration_seconds),
-            advice.but.unwrap_or_default(),
         );
     }
     page.push_str("</tbody></table></div>\n");

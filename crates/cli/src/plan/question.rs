@@ -56,8 +56,9 @@ pub(crate) struct Flags {
     #[arg(long, short = 'b', value_name = "RATE", default_value = "10gbit", allow_hyphen_values = true, help_heading = NETWORK)]
     bandwidth: Bandwidth,
 
-    /// 'ethernet' is today's, switched and full duplex; 'paper-2017' is the network that the paper's
-    /// figures fit, whose directions share a link's bandwidth.
+    /// 'ethernet' is today's, switched and full duplex; 'virtual-cluster' is one of network namespaces
+    /// on a single machine; 'paper-2017' is the network that the paper's figures fit, whose
+    /// directions share a link's bandwidth.
     #[arg(long, value_name = "NAME", default_value = "ethernet", help_heading = NETWORK)]
     network: String,
 
@@ -205,8 +206,9 @@ fn enough_chunks(setup: &Setup) -> anyhow::Result<()> {
 fn network(name: &str, bandwidth: Bandwidth) -> anyhow::Result<Network> {
     match name.to_ascii_lowercase().as_str() {
         "ethernet" => Ok(Network::ethernet(bandwidth.bytes())),
+        "virtual-cluster" => Ok(Network::virtual_cluster(bandwidth.bytes())),
         PAPER => Ok(Network::paper_2017(bandwidth.bytes())),
-        _ => bail!("there is no network '{name}'; known are ethernet and {PAPER}"),
+        _ => bail!("there is no network '{name}'; known are ethernet, virtual-cluster and {PAPER}"),
     }
 }
 

@@ -88,8 +88,8 @@ fn facts(forecast: &Forecast) -> Vec<(&'static str, String)> {
         (
             "speed-up",
             format!(
-                "{:.1} with {} ({}); {} samples/s",
-                outcome.speedup,
+                "{} with {} ({}); {} samples/s",
+                times(outcome.speedup),
                 units::plural(setup.cluster.workers() as u64, "worker"),
                 units::percent(forecast.efficiency()),
                 units::rate(forecast.images_per_second())
@@ -151,6 +151,11 @@ fn helps(beyond: &Beyond, paint: Paint) -> Vec<String> {
     lines
 }
 
+/// A speed-up: `15.4`, and `0.04` where one decimal would say nothing.
+pub(super) fn times(speedup: f64) -> String {
+    if speedup < 0.995 { format!("{speedup:.2}") } else { format!("{speedup:.1}") }
+}
+
 /// `+12.3 %`, `-4.0 %`.
 pub(super) fn gain(gain: f64) -> String {
     // What rounds to nothing has no sign.
@@ -206,9 +211,10 @@ fn bars(
             bar[ps] = '┃';
         }
         let bar: String = bar.into_iter().collect();
-        let ps = point.speedup_ps.map_or(String::new(), |ps| format!("  ┃ {ps:.1}"));
+        let ps = point.speedup_ps.map_or(String::new(), |ps| format!("  ┃ {}", times(ps)));
         let share = units::percent(point.speedup / linear(point));
-        format!("{label:>widest$}  {bar} {:>6.1} {share:>8}{ps}", point.speedup).trim_end().into()
+        let speedup = times(point.speedup);
+        format!("{label:>widest$}  {bar} {speedup:>6} {share:>8}{ps}").trim_end().into()
     };
     points.iter().zip(&labels).map(line).collect()
 }

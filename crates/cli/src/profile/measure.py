@@ -59,8 +59,11 @@ class Measure:
         self.seen = {}
 
     def device_name(self):
-        kind = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else platform.processor() or "CPU"
-        threads = f", {torch.get_num_threads()} threads" if self.device.type == "cpu" else ""
+        kind, threads = self.device.type, ""
+        if kind == "cuda":
+            kind = torch.cuda.get_device_name(self.device)
+        elif kind == "cpu":
+            kind, threads = processor(), f", {torch.get_num_threads()} of its threads"
         return f"{kind}{threads}, torch {torch.__version__}, {self.precision}"
 
     def model(self, model):
@@ -161,6 +164,14 @@ class Measure:
         own, own_back = own_flops(layer, self.batch, first)
         more = max(total / own, 1.0) if own else 1.0
         return timed[0] * more, timed[1] * more
+
+
+def processor():
+    try:
+        with open("/proc/cpuinfo") as info:
+            return next(line.split(":", 1)[1].strip() for line in info if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or "CPU"
 
 
 def own_flops(layer, batch, first):
