@@ -1,7 +1,7 @@
 """How far parameters are from stock DDP's on Gloo after some steps, on several ranks of this machine.
 
-Every case trains two copies of a model side by side, one of them with torch's DistributedDataParallel. Models, data
-and measure are those of bindings/python/tests. Rank 0 prints a line of JSON for each case.
+Every case trains two copies of a model side by side, one of them with torch's DistributedDataParallel. Models
+and data are those of bindings/python/tests. Rank 0 prints a line of JSON for each case.
 """
 
 import argparse
@@ -24,8 +24,13 @@ import poseidon.torch as psd
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2] / "bindings/python/tests"))
 from cluster import free_port  # noqa: E402
 from models import MODELS, batches  # noqa: E402
-from test_ddp import OPTIMIZERS, difference  # noqa: E402
 
+RULES = {
+    "sgd": ("SGD", {"lr": 0.05, "momentum": 0.9, "weight_decay": 1e-4}),
+    # With the usual eps of 1e-8 a gradient of nearly zero moves a parameter as far as any other, and its sign is
+    # rounding.
+    "adamw": ("AdamW", {"lr": 1e-3, "eps": 1e-4}),
+}
 SCHEMES = ["ps", "sfb", "auto"]
 # Of each rank.
 BATCH = 8
@@ -51,7 +56,7 @@ def rank(args):
     torch.set_num_threads(1)
     psd.init()
     dist.init_process_group("gloo")
-    for model, optimizer, scheme, update in itertools.product(MODELS, OPTIMIZERS, SCHEMES, updates()):
+    for model, optimizer, scheme, update in itertools.product(MODELS, RULES, SCHEMES, updates()):
         worst = train_both(model, optimizer, scheme, update, args.steps)
         case = {"model": model, "optimizer": optimizer, "scheme": scheme, "update": update}
         if psd.rank() == 0:
@@ -72,10 +77,14 @@ def train_both(model, optimizer, scheme, update, steps):
     torch.manual_seed(me)  # as rank 0 begins, so do all
     ours = MODELS[model]()
     stock = nn.parallel.DistributedDataParallel(copy.deepcopy(ours))
+    name, settings = RULES[optimizer]
     where = {"update": "server"} if update == "server" else {}
     ours = psd.DistributedDataParallel(ours, scheme=scheme, **where)
-    rule = on_shards(optimizer) if update == "server" else OPTIMIZERS[optimizer]
-    steppers = [(ours, rule(ours.parameters())), (stock, OPTIMIZERS[optimizer](stock.parameters()))]
+    rules = psd if update == "server" else torch.optim
+    steppers = [
+        (ours, getattr(rules, name)(ours.parameters(), **settings)),
+        (stock, getattr(torch.optim, name)(stock.parameters(), **settings)),
+    ]
     for x, y in batches(model, steps, BATCH * world):
         mine = slice(BATCH * me, BATCH * (me + 1))
         for net, stepper in steppers:
@@ -90,11 +99,10 @@ def train_both(model, optimizer, scheme, update, steps):
     return worst.item()
 
 
-def on_shards(optimizer):
-    """The same rule as in OPTIMIZERS, with the state on the shards."""
-    if optimizer == "sgd":
-        return lambda p: psd.SGD(p, lr=0.05, momentum=0.9, weight_decay=1e-4)
-    return lambda p: psd.AdamW(p, lr=1e-3, eps=1e-4)
+def difference(a, b):
+    """The largest difference of two sets of parameters, relative to the largest value of each."""
+    pairs = zip(a.parameters(), b.parameters())
+    return max(((x - y).abs().max() / y.abs().max().clamp(min=1e-6)).item() for x, y in pairs)
 
 
 if __name__ == "__main__":

@@ -56,6 +56,7 @@ def main():
         seconds.append(time.perf_counter() - start)
     cpu, sent_after = cpu_seconds() - cpu, bytes_carried(args.port)
     barrier()
+    schemes = [row[2] for row in net.sessions_plan()] if hasattr(net, "sessions_plan") else []
     leave()
     line = {
         "rank": int(os.environ.get("RANK", "0")),
@@ -63,6 +64,7 @@ def main():
         "cpu_seconds_per_step": cpu / args.steps,
         "sent_per_step": (sent_after[0] - sent[0]) / args.steps,
         "received_per_step": (sent_after[1] - sent[1]) / args.steps,
+        "by_factors": schemes.count("sfb"),
         "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
     }
     # One write, so that the lines of several ranks do not mix.
