@@ -184,6 +184,8 @@ def factorable(module: nn.Module) -> List[nn.Linear]:
 def patch(factored: Factored) -> None:
     linear = factored.linear
 
+    # Handing out factors is a side effect that no traced graph can have.
+    @torch.compiler.disable
     def factor_forward(source: Tensor) -> Tensor:
         if torch.is_grad_enabled() and linear.weight.requires_grad:
             return _FactorLinear.apply(source, linear.weight, linear.bias, factored)
