@@ -136,7 +136,7 @@ class Transformer(nn.Module):
         self.head = nn.Linear(width, 10)
 
     def forward(self, tokens):
-        return self.head(self.blocks(self.embedding(tokens) + self.position).mean(1))
+        return self.head(self.blocks(self.embedding(tokens) + self.position)).mean(1)
 
 
 def transformer():
