@@ -1,9 +1,11 @@
 //! `cargo xtask bench`: measurements beside the peers, each recorded as a dated folder.
 
+mod charts;
 mod cluster;
 mod contender;
 mod environment;
 mod exchange;
+mod finding;
 mod links;
 mod measurement;
 mod plot;
@@ -11,6 +13,7 @@ mod record;
 mod size;
 mod summary;
 mod targets;
+mod torch;
 mod train;
 
 use anyhow::Result;
@@ -23,6 +26,8 @@ pub(crate) enum Bench {
     Exchange(exchange::Args),
     /// How much of a rate-limited link is used: one network namespace per node; needs root
     Links(links::Args),
+    /// Training with PyTorch, beside stock DistributedDataParallel on Gloo; parts of it need root
+    Torch(torch::Args),
     /// Exactness, convergence, overhead and speed of `poseidon train`; parts of it need root
     Train(train::Args),
 }
@@ -32,6 +37,7 @@ pub(crate) fn run(bench: &Bench) -> Result<()> {
     match bench {
         Bench::Exchange(args) => exchange::run(args),
         Bench::Links(args) => links::run(args),
+        Bench::Torch(args) => torch::run(args),
         Bench::Train(args) => train::run(args),
     }
 }

@@ -34,10 +34,15 @@ fn prepare() -> Result<String> {
         succeed(&mut command(&[&python, "-m", "pip", "install", "--quiet", "-r", &wanted]))
             .context("a package index must be reachable")?;
     }
+    build(&python, ENV, "dev")?;
+    Ok(python)
+}
+
+/// Builds the package from this checkout into the virtual environment `env`, whose Python has maturin.
+pub(crate) fn build(python: &str, env: &str, profile: &str) -> Result<()> {
     let here = env::current_dir()?;
     let manifest = format!("{PACKAGE}/Cargo.toml");
     let words =
-        [&python, "-m", "maturin", "develop", "--quiet", "--profile", "dev", "-m", &manifest];
-    succeed(command(&words).env("VIRTUAL_ENV", here.join(ENV)))?;
-    Ok(python)
+        [python, "-m", "maturin", "develop", "--quiet", "--profile", profile, "-m", &manifest];
+    succeed(command(&words).env("VIRTUAL_ENV", here.join(env)))
 }

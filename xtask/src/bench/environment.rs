@@ -2,6 +2,7 @@
 
 use super::contender::{Contender, Programs};
 use crate::command::{command, output, succeed, target_dir, works};
+use crate::python;
 use anyhow::{Context, Result, bail};
 use std::path::PathBuf;
 use std::thread;
@@ -9,8 +10,11 @@ use std::thread;
 /// The peers' own virtual environment.
 const ENV: &str = "bench/.env";
 
-/// What has to be importable.
+/// What has to be importable for the exchange.
 const PACKAGES: &str = "import torch, numpy, mpi4py.MPI";
+
+/// What has to be importable to build and run the plug-in for PyTorch.
+const TORCH_PACKAGES: &str = "import torch, numpy, maturin";
 
 /// Builds and installs what these contenders need, and says where it is. `python` is used as it is
 /// when given.
@@ -25,7 +29,7 @@ pub(crate) fn prepare(contenders: &[Contender], python: Option<&str>) -> Result<
     let python = match python {
         Some(python) => python.to_owned(),
         None if contenders.iter().all(|contender| contender.is_poseidon()) => String::new(),
-        None => install_python()?,
+        None => install_python(PACKAGES)?,
     };
     Ok(Programs {
         poseidon: poseidon().display().to_string(),
@@ -33,6 +37,21 @@ pub(crate) fn prepare(contenders: &[Contender], python: Option<&str>) -> Result<
         shared_memory: if needs_mpi { shared_memory(&mpirun_version()?) } else { "vader" },
         cores: thread::available_parallelism()?.get(),
     })
+}
+
+/// A Python with this checkout's package for PyTorch, built as it is shipped. `python` is used as it is
+/// when given.
+pub(crate) fn python_with_poseidon(python: Option<&str>) -> Result<String> {
+    if let Some(python) = python {
+        let import = [python, "-c", "import numpy, torch, poseidon.torch"];
+        output(&import).with_context(|| {
+            format!("{python} must have torch and poseidon (`maturin develop --release` in bindings/python)")
+        })?;
+        return Ok(python.to_owned());
+    }
+    let python = install_python(TORCH_PACKAGES)?;
+    python::build(&python, ENV, "release")?;
+    Ok(python)
 }
 
 /// Where [`build_poseidon`] leaves the command.
@@ -50,9 +69,9 @@ pub(crate) fn is_root() -> bool {
     output(&["id", "-u"]).is_ok_and(|id| id == "0")
 }
 
-fn install_python() -> Result<String> {
+fn install_python(packages: &str) -> Result<String> {
     let python = format!("{ENV}/bin/python");
-    if works(&[&python, "-c", PACKAGES]) {
+    if works(&[&python, "-c", packages]) {
         return Ok(python);
     }
     println!("installing the peers' Python packages into {ENV}; the first time takes minutes");
@@ -61,7 +80,7 @@ fn install_python() -> Result<String> {
     let pip = [&python, "-m", "pip", "install", "--quiet", "-r", "bench/requirements.txt"];
     succeed(&mut command(&pip))
         .context("a package index must be reachable; --python takes a Python that has them all")?;
-    succeed(&mut command(&[&python, "-c", PACKAGES]))?;
+    succeed(&mut command(&[&python, "-c", packages]))?;
     Ok(python)
 }
 

@@ -34,8 +34,10 @@ pub(crate) fn machine(python: &str) -> String {
     let cpu = field(&read("/proc/cpuinfo"), "model name");
     let cores = std::thread::available_parallelism().map_or(0, |cores| cores.get());
     let memory = field(&read("/proc/meminfo"), "MemTotal");
-    let versions = "import sys, torch, numpy, mpi4py; print('python', sys.version.split()[0], \
-        'torch', torch.__version__, 'numpy', numpy.__version__, 'mpi4py', mpi4py.__version__)";
+    // What is not installed is left out.
+    let versions = "import sys, importlib.metadata as m\nhave = {d.name.lower(): d.version for d in \
+        m.distributions() if d.name}\nprint('python', sys.version.split()[0], *(f'{n} {have[n]}' for n in \
+        ('torch', 'numpy', 'mpi4py') if n in have))";
     let commit = match (output(&["git", "rev-parse", "HEAD"]), output(&["git", "status", "-s"])) {
         (Ok(commit), Ok(changes)) if changes.is_empty() => Ok(commit),
         (Ok(commit), _) => Ok(format!("{commit} with uncommitted changes")),

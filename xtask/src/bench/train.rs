@@ -10,10 +10,10 @@ mod formula;
 mod hybrid;
 mod lab;
 mod overhead;
-mod plot;
 mod report;
 mod traffic;
 
+use super::finding::{self, Finding};
 use super::targets::Verdict;
 use super::{environment, record};
 use anyhow::{Result, bail};
@@ -66,13 +66,6 @@ enum Part {
     Traffic,
 }
 
-/// What a part has found out.
-struct Finding {
-    /// Its section of the summary, without the heading.
-    text: String,
-    verdicts: Vec<Verdict>,
-}
-
 /// Measures, and writes the record.
 pub(crate) fn run(args: &Args) -> Result<()> {
     let mut parts = args.only.clone();
@@ -112,12 +105,12 @@ pub(crate) fn run(args: &Args) -> Result<()> {
             eprintln!("{} failed: {error:#}", part.name());
         }
         println!("== {}: {} s", part.name(), start.elapsed().as_secs());
-        findings.push((part, finding));
+        findings.push((part.name(), finding));
         record::write(&folder, "summary.md", &summary(&lab, &findings))?;
     }
     println!("\n{}\nrecorded in {}", summary(&lab, &findings), folder.display());
     let failed = findings.iter().filter(|(_, finding)| finding.is_err());
-    let failed: Vec<_> = failed.map(|(part, _)| part.name()).collect();
+    let failed: Vec<_> = failed.map(|(name, _)| *name).collect();
     if !failed.is_empty() {
         bail!("failed: {}", failed.join(", "));
     }
@@ -136,62 +129,6 @@ impl Part {
     }
 }
 
-fn summary(lab: &Lab, findings: &[(Part, Result<Finding>)]) -> String {
-    let mut text = "# Training\n".to_owned();
-    let mut targets = String::new();
-    for (part, finding) in findings {
-        let name = part.name();
-        text += &format!("\n## {}{}\n\n", name[..1].to_uppercase(), &name[1..]);
-        match finding {
-            Ok(Finding { text: section, verdicts }) => {
-                text += section;
-                for verdict in verdicts {
-                    let (target, measured) = (&verdict.target, &verdict.measured);
-                    targets +=
-                        &format!("| {name} | {target} | {measured} | {} |\n", verdict.word());
-                }
-            }
-            // The last line says what happened; the whole story was on the terminal.
-            Err(error) => {
-                let story = lab.without_folders(&format!("{error:#}"));
-                text += &format!("Failed: {}\n", story.lines().last().unwrap_or_default());
-            }
-        }
-    }
-    if !targets.is_empty() {
-        text +=
-            "\n## Targets\n\n| part | target | measured | verdict |\n| --- | --- | --- | --- |\n";
-        text += &targets;
-    }
-    text
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use anyhow::anyhow;
-
-    #[test]
-    fn failed_parts_are_told_without_folders_of_this_machine() {
-        let lab = Lab::for_tests(Some("/somewhere/cifar".into()));
-        let finding = Finding {
-            text: "Everything was fast.\n".to_owned(),
-            verdicts: vec![Verdict {
-                target: "at least 2x".to_owned(),
-                measured: "1.50x".to_owned(),
-                met: Some(false),
-            }],
-        };
-        let findings = [
-            (Part::Overhead, Ok(finding)),
-            (
-                Part::Convergence,
-                Err(anyhow!("long story\n/somewhere/cifar/test_batch.bin is short")),
-            ),
-        ];
-        let text = summary(&lab, &findings);
-        assert!(text.contains("## Overhead\n\nEverything was fast.\n"), "{text}");
-        assert!(text.contains("| overhead | at least 2x | 1.50x | **missed** |"), "{text}");
-        assert!(text.contains("Failed: CIFAR-10/test_batch.bin is short\n"), "{text}");
-    }
+fn summary(lab: &Lab, findings: &[(&str, Result<Finding>)]) -> String {
+    finding::summary("Training", findings, &|text| lab.without_folders(text))
 }

@@ -1,9 +1,9 @@
 //! Do four workers learn CIFAR-10 in as many epochs as one?
 
 use super::lab::{Lab, Run};
-use super::plot::{self, Panel, Series};
 use super::report::{Epoch, Report};
 use super::{Finding, Verdict};
+use crate::bench::charts::{self, Panel, Series};
 use anyhow::{Context, Result};
 
 /// Test accuracy to reach.
@@ -53,7 +53,7 @@ pub(super) fn run(lab: &Lab) -> Result<Finding> {
     }
     let csv = lab.recorded("convergence.csv");
     std::fs::write(&csv, csv_of(&reports)).with_context(|| format!("writing {}", csv.display()))?;
-    plot::lines(&lab.recorded("convergence.svg"), &panels(&reports))?;
+    charts::lines(&lab.recorded("convergence.svg"), &panels(&reports))?;
     let mut finding = finding(&reports);
     finding.text = format!(
         "CIFAR-10 quick on all of CIFAR-10, {settings}. Epochs until {:.0}% of the test images are right: the first one, and in \
@@ -154,7 +154,7 @@ fn panels(reports: &[Report]) -> [Panel; 2] {
         logarithmic: false,
         series: reports
             .iter()
-            .zip([plot::ORANGE, plot::BLUE])
+            .zip([charts::ORANGE, charts::BLUE])
             .map(|(report, colour)| Series {
                 label: format!(
                     "{} with batch {}",

@@ -7,9 +7,9 @@
 //! that order alone takes the curves of a net with kinks.
 
 use super::lab::{Lab, Run, Task};
-use super::plot::{self, Panel, Series};
 use super::report::Report;
 use super::{Finding, Verdict};
+use crate::bench::charts::{self, Panel, Series};
 use anyhow::{Context, Result};
 
 /// What rounding makes of a loss in 200 steps where nothing amplifies it (about 5e-7 was seen), with
@@ -39,7 +39,7 @@ pub(super) fn run(lab: &Lab) -> Result<Finding> {
     let nets = tasks.iter().map(|(task, steps)| Net::measure(lab, task, *steps));
     let nets: Vec<_> = nets.collect::<Result<_>>()?;
     let panels: Vec<_> = nets.iter().map(Net::panel).collect();
-    plot::lines(&lab.recorded("exactness.svg"), &panels)?;
+    charts::lines(&lab.recorded("exactness.svg"), &panels)?;
 
     let whole = WORKERS * BATCH;
     let mut text = format!(
@@ -185,8 +185,10 @@ impl Net {
                 });
             Series { label, colour, points: points.collect() }
         };
-        let mut all = vec![series(format!("{WORKERS} threads"), plot::GREY, &self.threads)];
-        for (scheme, colour) in self.schemes.iter().zip([plot::ORANGE, plot::GREEN, plot::BLUE]) {
+        let mut all = vec![series(format!("{WORKERS} threads"), charts::GREY, &self.threads)];
+        for (scheme, colour) in
+            self.schemes.iter().zip([charts::ORANGE, charts::GREEN, charts::BLUE])
+        {
             all.push(series(scheme.name.to_owned(), colour, &scheme.run));
         }
         Panel {

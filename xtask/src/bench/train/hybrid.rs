@@ -2,9 +2,9 @@
 
 use super::formula::Setting;
 use super::lab::{Lab, Run};
-use super::plot::{self, Bar, Bars};
 use super::report::Report;
 use super::{Finding, Verdict};
+use crate::bench::charts::{self, Bar, Bars};
 use crate::bench::cluster::Cluster;
 use crate::bench::measurement::median;
 use anyhow::Result;
@@ -44,7 +44,7 @@ pub(super) struct InCluster {
 pub(super) fn run(lab: &Lab, runs: &mut Vec<InCluster>) -> Result<Finding> {
     measure(lab, "hybrid", lab.rounds, runs)?;
     let findings = Findings { runs, nodes: lab.nodes };
-    plot::bars(&lab.recorded("hybrid.svg"), &findings.bars())?;
+    charts::bars(&lab.recorded("hybrid.svg"), &findings.bars())?;
     let mut text = format!(
         "{} nodes with ports of {} Mbit/s each way, on {}; {} round(s) in which the \
          rows of a net alternate, those of {QUICK} twice. Seconds are \
@@ -265,9 +265,9 @@ impl Findings<'_> {
                 .iter()
                 .filter_map(|case| {
                     let colour = match case.scheme {
-                        "auto" => plot::BLUE,
-                        "sfb" => plot::GREEN,
-                        _ => plot::ORANGE,
+                        "auto" => charts::BLUE,
+                        "sfb" => charts::GREEN,
+                        _ => charts::ORANGE,
                     };
                     let label = format!("{} {}", case.scheme, case.overlap);
                     Some(Bar { label, colour, value: self.seconds(*case)? })

@@ -140,20 +140,6 @@ impl Lab {
         }
         text
     }
-
-    #[cfg(test)]
-    pub(super) fn for_tests(cifar: Option<PathBuf>) -> Self {
-        Self {
-            quick: false,
-            rounds: 1,
-            epochs: 1,
-            nodes: 8,
-            mbit: 200,
-            folder: "folder".into(),
-            cifar,
-            scratch: "scratch".into(),
-        }
-    }
 }
 
 /// A line of the raw record.
@@ -202,6 +188,22 @@ fn random_images(folder: &Path) -> std::io::Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn folders_of_this_machine_are_left_out() {
+        let lab = Lab {
+            quick: false,
+            rounds: 1,
+            epochs: 1,
+            nodes: 8,
+            mbit: 200,
+            folder: "folder".into(),
+            cifar: Some("/somewhere/cifar".into()),
+            scratch: "/elsewhere".into(),
+        };
+        let text = lab.without_folders("/somewhere/cifar/test_batch.bin, /elsewhere/report");
+        assert_eq!(text, "CIFAR-10/test_batch.bin, SCRATCH/report");
+    }
 
     #[test]
     fn made_up_images_are_whole_records_with_labels_in_range() {

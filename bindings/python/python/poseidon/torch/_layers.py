@@ -155,6 +155,8 @@ class Factored:
         self.rows = 0
         self.calls = 0
         self.inside = 0
+        # It takes no part any more; graphs made before may still come by.
+        self.is_out = False
         self.parts: List[Tuple[Tensor, Tensor]] = []
 
     def note_call(self, rows: int) -> None:
@@ -166,7 +168,7 @@ class Factored:
         owner = self.owner
         owner._begin_backward()
         self.calls -= 1
-        if self.unit is None and owner._session is not None:
+        if self.is_out or (self.unit is None and owner._session is not None):
             return False
         # Before the first synchronised backward nobody knows yet; see `fold`.
         self.parts.append((_factor(u), _factor(v)))
@@ -268,13 +270,9 @@ def units_of(trainable: Dict[str, nn.Parameter], factors: Dict[nn.Parameter, Fac
 def factorable(module: nn.Module) -> List[nn.Linear]:
     """Linear layers whose weight's gradient is only made by their own forward, as far as one can see."""
     owners: Dict[int, int] = {}
-    compiled = set()
     for m in module.modules():
         for p in m.parameters(recurse=False):
             owners[id(p)] = owners.get(id(p), 0) + 1
-        if is_compiled(m):
-            # Handing out factors would break a compiled block apart at every Linear.
-            compiled.update(m.modules())
     # Exactly Linear: subclasses have reasons of their own, and attention uses its projection's
     # weight without calling it.
     return [
@@ -282,7 +280,6 @@ def factorable(module: nn.Module) -> List[nn.Linear]:
         for m in module.modules()
         if type(m) is nn.Linear and m.weight.requires_grad and owners[id(m.weight)] == 1
         and (m.bias is None or owners[id(m.bias)] == 1)
-        and m not in compiled
         and getattr(m.__dict__.get("forward"), "__name__", "factor_forward") == "factor_forward"
     ]
 
@@ -294,8 +291,10 @@ def is_compiled(module: nn.Module) -> bool:
 def patch(factored: Factored) -> None:
     linear = factored.linear
 
+    # A compiled graph cannot hand out factors: it ends before this layer and goes on behind it.
+    @torch.compiler.disable
     def factor_forward(source: Tensor) -> Tensor:
-        if torch.is_grad_enabled() and linear.weight.requires_grad and not torch.compiler.is_compiling():
+        if torch.is_grad_enabled() and linear.weight.requires_grad:
             factored.inside += 1
             try:
                 return _FactorLinear.apply(source, linear.weight, linear.bias, factored)
@@ -308,6 +307,7 @@ def patch(factored: Factored) -> None:
 
 def unpatch(factored: Factored) -> None:
     del factored.linear.forward
+    factored.is_out = True
 
 
 class Watch(TorchFunctionMode):

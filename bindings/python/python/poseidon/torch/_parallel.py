@@ -147,7 +147,7 @@ class DistributedDataParallel(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled() or not self.training:
             return self.module(*args, **kwargs)
-        self._begin_forward(torch.compiler.is_compiling())
+        self._begin_forward()
         if self._watched or self._is_alone:
             return self.module(*args, **kwargs)
         return self._watched_forward(*args, **kwargs)
@@ -218,14 +218,7 @@ class DistributedDataParallel(nn.Module):
     # Forward.
 
     @torch.compiler.disable
-    def _begin_forward(self, is_compiled: bool) -> None:
-        if is_compiled and not self._watched:
-            # Nothing of what happens inside will be seen: no factors, and nothing is taken for granted.
-            self._watched = True
-            self._used_early.update(self._trainable.values())
-            for factored in self._factored:
-                unpatch(factored)
-            self._factored = []
+    def _begin_forward(self) -> None:
         self._entered = set()
         self._forwards += 1
         if self._join is not None and self._synchronises:
@@ -250,10 +243,10 @@ class DistributedDataParallel(nn.Module):
         with Watch(unexpected) as watch:
             result = self.module(*args, **kwargs)
         self._used_early.update(watch.seen)
-        for factored in self._factored:
+        for factored in list(self._factored):
             if factored.linear.weight in watch.seen or factored.linear.bias in watch.seen:
                 unpatch(factored)
-        self._factored = [f for f in self._factored if "forward" in f.linear.__dict__]
+                self._factored.remove(factored)
         return result
 
     def _await_in_forward(self) -> None:
@@ -485,6 +478,8 @@ class DistributedDataParallel(nn.Module):
         for factored in self._factored:
             if factored.unit is None:
                 factored.fold()
+                unpatch(factored)
+        self._factored = [factored for factored in self._factored if factored.unit is not None]
         layers = []
         for index, unit in enumerate(self._units):
             unit.index = index

@@ -6,49 +6,49 @@ use plotters::prelude::*;
 use plotters::style::text_anchor::{HPos, Pos, VPos};
 use std::path::Path;
 
-pub(super) const BLUE: RGBColor = RGBColor(0, 90, 181);
-pub(super) const GREEN: RGBColor = RGBColor(0, 158, 115);
-pub(super) const ORANGE: RGBColor = RGBColor(213, 94, 0);
-pub(super) const GREY: RGBColor = RGBColor(120, 120, 120);
+pub(crate) const BLUE: RGBColor = RGBColor(0, 90, 181);
+pub(crate) const GREEN: RGBColor = RGBColor(0, 158, 115);
+pub(crate) const ORANGE: RGBColor = RGBColor(213, 94, 0);
+pub(crate) const GREY: RGBColor = RGBColor(120, 120, 120);
 
 /// One chart of lines.
-pub(super) struct Panel {
-    pub(super) title: String,
-    pub(super) x: String,
-    pub(super) y: String,
+pub(crate) struct Panel {
+    pub(crate) title: String,
+    pub(crate) x: String,
+    pub(crate) y: String,
     /// Whether the y axis is; values must then be positive.
-    pub(super) logarithmic: bool,
-    pub(super) series: Vec<Series>,
+    pub(crate) logarithmic: bool,
+    pub(crate) series: Vec<Series>,
 }
 
 /// One line.
-pub(super) struct Series {
-    pub(super) label: String,
-    pub(super) colour: RGBColor,
-    pub(super) points: Vec<(f64, f64)>,
+pub(crate) struct Series {
+    pub(crate) label: String,
+    pub(crate) colour: RGBColor,
+    pub(crate) points: Vec<(f64, f64)>,
 }
 
 /// One chart of bars.
-pub(super) struct Bars {
-    pub(super) title: String,
-    pub(super) y: String,
-    pub(super) bars: Vec<Bar>,
+pub(crate) struct Bars {
+    pub(crate) title: String,
+    pub(crate) y: String,
+    pub(crate) bars: Vec<Bar>,
 }
 
 /// One bar.
-pub(super) struct Bar {
-    pub(super) label: String,
-    pub(super) colour: RGBColor,
-    pub(super) value: f64,
+pub(crate) struct Bar {
+    pub(crate) label: String,
+    pub(crate) colour: RGBColor,
+    pub(crate) value: f64,
 }
 
 /// Draws charts of lines beside each other.
-pub(super) fn lines(path: &Path, panels: &[Panel]) -> Result<()> {
+pub(crate) fn lines(path: &Path, panels: &[Panel]) -> Result<()> {
     side_by_side(path, panels, draw_lines)
 }
 
 /// Draws charts of bars beside each other.
-pub(super) fn bars(path: &Path, panels: &[Bars]) -> Result<()> {
+pub(crate) fn bars(path: &Path, panels: &[Bars]) -> Result<()> {
     side_by_side(path, panels, draw_bars)
 }
 

@@ -1,0 +1,146 @@
+"""The nets of `cargo xtask bench torch`, each with a batch to train on."""
+
+import math
+import time
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+BATCH = 32
+
+
+class VirtualVgg(nn.Module):
+    """VGG19 at 1/8 of its size whose computing is slept, so that eight of them fit on two cores.
+
+    Both dimensions of every layer are divided by sqrt(8): 18.0M parameters. Each layer sleeps its
+    share, by operations, of 1/6 s forward and 1/3 s backward. Convolutions have weights and gradients
+    but compute nothing; the Linear layers are real, because their factors are.
+    """
+
+    FORWARD, BACKWARD = 1 / 6, 1 / 3
+    STAGES = [(224, [64, 64]), (112, [128, 128]), (56, [256] * 4), (28, [512] * 4), (14, [512] * 4)]
+    FC = [512 * 7 * 7, 4096, 4096, 1000]
+
+    def __init__(self):
+        super().__init__()
+        scaled = lambda channels: round(channels / math.sqrt(8))
+        self.work, convs, below = [], [], 3
+        for side, channels in self.STAGES:
+            for above in channels:
+                convs.append(VirtualConv(below if below == 3 else scaled(below), scaled(above)))
+                self.work.append(9 * below * above * side * side)
+                below = above
+        self.convs = nn.ModuleList(convs)
+        self.fc = nn.ModuleList(nn.Linear(scaled(n), scaled(m)) for n, m in zip(self.FC, self.FC[1:]))
+        self.work += [n * m for n, m in zip(self.FC, self.FC[1:])]
+        self.features = torch.rand(BATCH, self.fc[0].in_features)
+
+    def forward(self, x):
+        share = [work / sum(self.work) for work in self.work]
+        for conv, part in zip(self.convs, share):
+            x = conv(x, self.FORWARD * part, self.BACKWARD * part)
+        x = Flatten.apply(x, self.features)
+        for fc, part in zip(self.fc, share[len(self.convs) :]):
+            x = F.relu(fc(Pause.apply(x, self.FORWARD * part, self.BACKWARD * part)))
+        return x
+
+
+class VirtualConv(nn.Module):
+    def __init__(self, below, above):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(above, below, 3, 3) * 0.01)
+        self.bias = nn.Parameter(torch.zeros(above))
+        self.gradients = (torch.randn_like(self.weight) * 1e-3, torch.randn_like(self.bias) * 1e-3)
+
+    def forward(self, x, forward, backward):
+        return _VirtualConv.apply(x, self.weight, self.bias, self.gradients, forward, backward)
+
+
+class _VirtualConv(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, bias, gradients, forward, backward):
+        ctx.gradients, ctx.backward = gradients, backward
+        time.sleep(forward)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        time.sleep(ctx.backward)
+        # A real backward makes new memory as well.
+        weight, bias = (made.clone() for made in ctx.gradients)
+        return gradient.clone(), weight, bias, None, None, None
+
+
+class Pause(torch.autograd.Function):
+    """Passes on what it gets, and takes its time."""
+
+    @staticmethod
+    def forward(ctx, x, forward, backward):
+        ctx.backward = backward
+        time.sleep(forward)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        time.sleep(ctx.backward)
+        return gradient, None, None
+
+
+class Flatten(torch.autograd.Function):
+    """From the slim tensor that passes through the convolutions to the features of the first Linear."""
+
+    @staticmethod
+    def forward(ctx, x, features):
+        ctx.shape = x.shape
+        return features.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient.new_zeros(ctx.shape), None
+
+
+def vgg():
+    return VirtualVgg(), torch.rand(BATCH, 1), torch.arange(BATCH) % 10
+
+
+def fc():
+    """37.8M parameters, nearly all of them in three Linear layers."""
+    net = nn.Sequential(
+        nn.Linear(3072, 4096), nn.ReLU(), nn.Linear(4096, 4096), nn.ReLU(), nn.Linear(4096, 2048), nn.ReLU(),
+        nn.Linear(2048, 10),
+    )  # fmt: skip
+    return net, torch.rand(BATCH, 3072), torch.arange(BATCH) % 10
+
+
+def cnn():
+    """CIFAR-10 quick, as in Caffe."""
+    net = nn.Sequential(
+        nn.Conv2d(3, 32, 5, padding=2), nn.MaxPool2d(3, 2, ceil_mode=True), nn.ReLU(),
+        nn.Conv2d(32, 32, 5, padding=2), nn.ReLU(), nn.AvgPool2d(3, 2, ceil_mode=True),
+        nn.Conv2d(32, 64, 5, padding=2), nn.ReLU(), nn.AvgPool2d(3, 2, ceil_mode=True),
+        nn.Flatten(), nn.Linear(1024, 64), nn.Linear(64, 10),
+    )  # fmt: skip
+    return net, torch.rand(BATCH, 3, 32, 32), torch.arange(BATCH) % 10
+
+
+class Transformer(nn.Module):
+    """Its Linear layers see more rows (batch x length) than they have outputs or inputs to save by."""
+
+    def __init__(self, vocabulary=2000, width=256, length=128, blocks=3):
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, width)
+        self.position = nn.Parameter(torch.zeros(length, width))
+        block = nn.TransformerEncoderLayer(width, 4, 4 * width, dropout=0.0, activation="gelu", batch_first=True)
+        self.blocks = nn.TransformerEncoder(block, blocks, enable_nested_tensor=False)
+        self.head = nn.Linear(width, 10)
+
+    def forward(self, tokens):
+        return self.head(self.blocks(self.embedding(tokens) + self.position)).mean(1)
+
+
+def transformer():
+    return Transformer(), torch.randint(0, 2000, (4, 128)), torch.arange(4) % 10
+
+
+NETS = {"vgg": vgg, "fc": fc, "cnn": cnn, "transformer": transformer}

@@ -1,0 +1,70 @@
+//! What a benchmark of several parts has found out, and the summary of it.
+
+use super::targets::Verdict;
+use anyhow::Result;
+
+/// What a part has found out.
+pub(crate) struct Finding {
+    /// Its section of the summary, without the heading.
+    pub(crate) text: String,
+    pub(crate) verdicts: Vec<Verdict>,
+}
+
+/// A section for every part, and a table of all targets. `cleaned` takes the folders of this machine
+/// out of an error's words: they mean nothing elsewhere.
+pub(crate) fn summary(
+    title: &str,
+    findings: &[(&str, Result<Finding>)],
+    cleaned: &dyn Fn(&str) -> String,
+) -> String {
+    let mut text = format!("# {title}\n");
+    let mut targets = String::new();
+    for (name, finding) in findings {
+        text += &format!("\n## {}{}\n\n", name[..1].to_uppercase(), &name[1..]);
+        match finding {
+            Ok(Finding { text: section, verdicts }) => {
+                text += section;
+                for verdict in verdicts {
+                    let (target, measured) = (&verdict.target, &verdict.measured);
+                    targets +=
+                        &format!("| {name} | {target} | {measured} | {} |\n", verdict.word());
+                }
+            }
+            // The last line says what happened; the whole story was on the terminal.
+            Err(error) => {
+                let story = cleaned(&format!("{error:#}"));
+                text += &format!("Failed: {}\n", story.lines().last().unwrap_or_default());
+            }
+        }
+    }
+    if !targets.is_empty() {
+        text +=
+            "\n## Targets\n\n| part | target | measured | verdict |\n| --- | --- | --- | --- |\n";
+        text += &targets;
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use anyhow::anyhow;
+
+    #[test]
+    fn failed_parts_are_told_without_folders_of_this_machine() {
+        let finding = Finding {
+            text: "Everything was fast.\n".to_owned(),
+            verdicts: vec![Verdict {
+                target: "at least 2x".to_owned(),
+                measured: "1.50x".to_owned(),
+                met: Some(false),
+            }],
+        };
+        let error = anyhow!("long story\n/somewhere/cifar/test_batch.bin is short");
+        let findings = [("overhead", Ok(finding)), ("convergence", Err(error))];
+        let text = summary("Training", &findings, &|text| text.replace("/somewhere/", ""));
+        assert!(text.contains("## Overhead\n\nEverything was fast.\n"), "{text}");
+        assert!(text.contains("| overhead | at least 2x | 1.50x | **missed** |"), "{text}");
+        assert!(text.contains("Failed: cifar/test_batch.bin is short\n"), "{text}");
+    }
+}
