@@ -28,7 +28,7 @@
 //!   `control`: what is said on the connections for both.
 //! * [`buffer`]: memory lent to the lanes while a layer is in flight. `factors`: where factors meet;
 //!   `rebuild`: what becomes of them.
-//! * `node`, `lane`: one process and its threads. `holdings`: what a lane holds; `peer`, `outbox`: its
+//! * `join`: how a process gets into a job. `node`, `lane`: one process and its threads. `holdings`: what a lane holds; `peer`, `outbox`: its
 //!   links, and what it sends next.
 
 pub mod buffer;
@@ -44,6 +44,7 @@ mod exchange;
 mod factors;
 mod gather;
 mod holdings;
+mod join;
 mod lane;
 mod node;
 mod outbox;
