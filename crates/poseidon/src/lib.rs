@@ -23,6 +23,7 @@
 //! ```
 //!
 //! * [`session`]: what a training program holds. [`serve`]: what a dedicated server runs.
+//! * [`group`]: collective operations on tensors of any type.
 //! * [`config`]: who am I, where is everybody: the only reader of the environment.
 //! * [`coordinator`]: rendezvous and the information book. `gather`: small facts of all workers.
 //!   `control`: what is said on the connections for both.
@@ -34,6 +35,7 @@
 pub mod buffer;
 pub mod config;
 pub mod coordinator;
+pub mod group;
 pub mod session;
 
 mod board;
@@ -60,12 +62,13 @@ pub use coordinator::Coordinator;
 pub use error::Error;
 pub use factors::Factors;
 pub use gather::GatherError;
+pub use group::Group;
 pub use node::Traffic;
 pub use poseidon_core::plan::Placement;
 pub use poseidon_core::store::Order;
 pub use poseidon_core::{
-    ChunkSize, Clock, Cluster, Layer, LayerId, LayerKind, NodeId, Optimizer, Plan, Policy,
-    Reduction, Scheme, Servers,
+    ChunkSize, Clock, Cluster, Dtype, Layer, LayerId, LayerKind, NodeId, Optimizer, Plan, Policy,
+    ReduceOp, Reduction, Scheme, Servers,
 };
 pub use poseidon_link::Secret;
 pub use server::serve;
