@@ -1,0 +1,72 @@
+"""PyTorch's own tests of torch.distributed, which come with it, run against the backend ``poseidon``.
+
+    python pytorch_suite.py [-k WORD] [--ranks 3]
+
+They are the tests of `torch.testing._internal.distributed.distributed_test`. Each runs on three ranks, forked from
+this process so that torch is imported once. Tests that torch's decorators limit to other backends or to GPUs skip
+themselves; `SKIPPED` names those that would run and do not apply, each with its reason.
+"""
+
+import argparse
+import collections
+import os
+import sys
+import unittest
+
+# Test name: why it does not apply.
+SKIPPED = {}
+
+
+def load(ranks):
+    """torch's test class, for this backend."""
+    os.environ.update(BACKEND="poseidon", WORLD_SIZE=str(ranks), OMP_NUM_THREADS="1", MASTER_ADDR="127.0.0.1")
+    os.environ.setdefault("TEMP_DIR", "")
+    import torch
+    from poseidon._c10d_register import register
+    from torch.testing._internal.common_distributed import DistTestCases
+
+    register()
+    torch.set_num_threads(1)
+    # What torch asks before it runs a test: is it there, and can it do DDP?
+    DistTestCases.backend_feature["plugin"].add("poseidon")
+    DistTestCases.backend_feature["ddp"].add("poseidon")
+    from torch.testing._internal.distributed import distributed_test
+
+    class Suite(distributed_test.TestDistBackend, distributed_test.DistributedTest._DistTestBase):
+        def setUp(self):
+            reason = SKIPPED.get(self._testMethodName)
+            if reason is not None:
+                self.skipTest(reason)
+            super().setUp()
+            self._fork_processes()
+
+    return Suite
+
+
+class Result(unittest.TextTestResult):
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.reasons = collections.Counter()
+
+    def addSkip(self, test, reason):
+        super().addSkip(test, reason)
+        self.reasons[reason] += 1
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("-k", default="", help="only tests whose name contains this")
+    parser.add_argument("--ranks", type=int, default=3)
+    args = parser.parse_args()
+    names = [name for name in unittest.TestLoader().getTestCaseNames(suite := load(args.ranks)) if args.k in name]
+    runner = unittest.TextTestRunner(verbosity=2, resultclass=Result)
+    result = runner.run(unittest.TestSuite(suite(name) for name in names))
+    passed = result.testsRun - len(result.failures) - len(result.errors) - len(result.skipped)
+    print(f"{passed} passed, {len(result.failures) + len(result.errors)} failed, {len(result.skipped)} skipped")
+    for reason, count in result.reasons.most_common():
+        print(f"{count:4} skipped: {reason}")
+    sys.exit(not result.wasSuccessful())
+
+
+if __name__ == "__main__":
+    main()
