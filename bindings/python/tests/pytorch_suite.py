@@ -38,7 +38,7 @@ def load(ranks):
             if reason is not None:
                 self.skipTest(reason)
             super().setUp()
-            self._fork_processes()
+            self._start_processes(torch.multiprocessing.get_context("fork").Process)
 
     return Suite
 
@@ -58,7 +58,8 @@ def main():
     parser.add_argument("-k", default="", help="only tests whose name contains this")
     parser.add_argument("--ranks", type=int, default=3)
     args = parser.parse_args()
-    names = [name for name in unittest.TestLoader().getTestCaseNames(suite := load(args.ranks)) if args.k in name]
+    suite = load(args.ranks)
+    names = [name for name in unittest.TestLoader().getTestCaseNames(suite) if args.k in name]
     runner = unittest.TextTestRunner(verbosity=2, resultclass=Result)
     result = runner.run(unittest.TestSuite(suite(name) for name in names))
     passed = result.testsRun - len(result.failures) - len(result.errors) - len(result.skipped)

@@ -119,10 +119,12 @@ class Work(c10d.Work):
 
     def get_future(self):
         with self._lock:
-            if self._future is None:
+            fresh = self._future is None
+            if fresh:
                 self._future = torch.futures.Future()
-                self._operations.follow(self)
-            return self._future
+        if fresh:
+            self._operations.follow(self)
+        return self._future
 
     def _conclude(self):
         with self._lock:
@@ -586,6 +588,11 @@ class _Named:
 @_offers_operations
 class Backend(_Named, c10d.Backend):
     """What the dispatcher finds."""
+
+    # torch's own properties of these names ask Python, which would ask them.
+    supports_coalescing = False
+    supports_splitting = False
+    supports_shrinking = False
 
     def __init__(self, rank, size, operations):
         super().__init__(rank, size)
