@@ -3,8 +3,8 @@
     python pytorch_suite.py [-k WORD] [--ranks 3]
 
 They are the tests of `torch.testing._internal.distributed.distributed_test`. Each runs on three ranks, forked from
-this process so that torch is imported once. Tests that torch's decorators limit to other backends or to GPUs skip
-themselves; `SKIPPED` names those that would run and do not apply, each with its reason.
+this process so that torch is imported once. Tests that torch limits to Gloo or to MPI are run too; those for NCCL or GPUs
+skip themselves; `SKIPPED` names those that would run and do not apply, each with its reason.
 """
 
 import argparse
@@ -12,6 +12,25 @@ import collections
 import os
 import sys
 import unittest
+
+
+class Name(str):
+    """The backend's name, to torch's decorators: where a test is only for Gloo or only for MPI, it is for this too."""
+
+    def __eq__(self, other):
+        return other in ("poseidon", "gloo", "mpi")
+
+    def __ne__(self, other):
+        return not self == other
+
+    def __hash__(self):
+        return hash("gloo")
+
+
+class Environment(dict):
+    def __getitem__(self, key):
+        return Name("poseidon") if key == "BACKEND" else super().__getitem__(key)
+
 
 # Test name: why it does not apply.
 SKIPPED = {}
@@ -27,10 +46,12 @@ def load(ranks):
 
     register()
     torch.set_num_threads(1)
-    # What torch asks before it runs a test: is it there, and can it do DDP?
+    # What torch asks before it runs a test: is it there?
     DistTestCases.backend_feature["plugin"].add("poseidon")
-    DistTestCases.backend_feature["ddp"].add("poseidon")
+    environment, os.environ = os.environ, Environment(os.environ)
     from torch.testing._internal.distributed import distributed_test
+
+    os.environ = environment
 
     class Suite(distributed_test.TestDistBackend, distributed_test.DistributedTest._DistTestBase):
         def setUp(self):

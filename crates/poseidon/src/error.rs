@@ -177,7 +177,7 @@ pub enum Error {
         theirs: String,
     },
     /// An operation of a group was not done in time.
-    #[error("{operation} was not done within {waited:?}: {}", awaited(.missing))]
+    #[error("{operation}: its timeout passed after {waited:.1?}: {}", awaited(.missing))]
     Overdue {
         /// Which, in words.
         operation: String,

@@ -215,7 +215,9 @@ class _Operations:
             begun.append(self._begin("all_gather", opts, lent, lent.specs([tensor]), lent.specs(row)))
         return self._work(begun, outputs, lent)
 
-    allgather_coalesced = allgather
+    def allgather_coalesced(self, outputs, inputs, opts=None):
+        # One list for each rank here, one for each input there.
+        return self.allgather([list(row) for row in zip(*outputs)], inputs, opts)
 
     def all_gather_single(self, output, tensor, opts=None):
         return self.all_gather_single_coalesced([output], [tensor], opts)
