@@ -284,11 +284,31 @@ fn each<T: bytemuck::Pod>(into: &mut [u8], from: &[u8], f: impl Fn(T, T) -> T) {
 
 fn float<T: bytemuck::Pod + Combine>(op: ReduceOp, into: &mut [u8], from: &[u8]) {
     match op {
-        ReduceOp::Product => each(into, from, #[inline(always)] |a: T, b| a.multiply(b)),
-        ReduceOp::Min => each(into, from, #[inline(always)] |a: T, b| a.least(b)),
-        ReduceOp::Max => each(into, from, #[inline(always)] |a: T, b| a.greatest(b)),
+        ReduceOp::Product => each(
+            into,
+            from,
+            #[inline(always)]
+            |a: T, b| a.multiply(b),
+        ),
+        ReduceOp::Min => each(
+            into,
+            from,
+            #[inline(always)]
+            |a: T, b| a.least(b),
+        ),
+        ReduceOp::Max => each(
+            into,
+            from,
+            #[inline(always)]
+            |a: T, b| a.greatest(b),
+        ),
         // Bitwise operations do not apply and are refused before memory is touched.
-        _ => each(into, from, #[inline(always)] |a: T, b| a.add(b)),
+        _ => each(
+            into,
+            from,
+            #[inline(always)]
+            |a: T, b| a.add(b),
+        ),
     }
 }
 
@@ -298,9 +318,24 @@ where
     T: std::ops::BitAnd<Output = T> + std::ops::BitOr<Output = T> + std::ops::BitXor<Output = T>,
 {
     match op {
-        ReduceOp::BitAnd => each(into, from, #[inline(always)] |a: T, b| a & b),
-        ReduceOp::BitOr => each(into, from, #[inline(always)] |a: T, b| a | b),
-        ReduceOp::BitXor => each(into, from, #[inline(always)] |a: T, b| a ^ b),
+        ReduceOp::BitAnd => each(
+            into,
+            from,
+            #[inline(always)]
+            |a: T, b| a & b,
+        ),
+        ReduceOp::BitOr => each(
+            into,
+            from,
+            #[inline(always)]
+            |a: T, b| a | b,
+        ),
+        ReduceOp::BitXor => each(
+            into,
+            from,
+            #[inline(always)]
+            |a: T, b| a ^ b,
+        ),
         other => float::<T>(other, into, from),
     }
 }
