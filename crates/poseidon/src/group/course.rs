@@ -261,8 +261,8 @@ impl Course {
         };
         if let Flow::Exchange { into, .. } = &mut course.flow {
             into[me] = None;
-            for rank in 0..size {
-                course.awaited[rank][0] = into[rank].map_or(0, |region| pieces(region.len));
+            for (awaited, region) in course.awaited.iter_mut().zip(into) {
+                awaited[0] = region.map_or(0, |region| pieces(region.len));
             }
             for rank in others() {
                 if let Some(region) = out[rank] {
