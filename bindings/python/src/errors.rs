@@ -56,7 +56,8 @@ pub(crate) fn raise(py: Python<'_>, error: Error) -> PyErr {
     let words = error.to_string();
     let exception = match &error {
         Error::Config(_) | Error::Cluster(_) | Error::Optimizer(_) => ConfigError::new_err(words),
-        Error::UnknownLayer { .. }
+        Error::Request { .. }
+        | Error::UnknownLayer { .. }
         | Error::Length { .. }
         | Error::Factors { .. }
         | Error::Scheme { .. }
@@ -70,9 +71,13 @@ pub(crate) fn raise(py: Python<'_>, error: Error) -> PyErr {
         | Error::Connect { .. }
         | Error::Rendezvous(_)
         | Error::NeverConnected { .. } => ConnectionError::new_err(words),
-        Error::Timeout { .. } | Error::Stalled { .. } => TimeoutError::new_err(words),
+        Error::Timeout { .. } | Error::Stalled { .. } | Error::Overdue { .. } => {
+            TimeoutError::new_err(words)
+        }
         Error::Lost { .. } => LostError::new_err(words),
-        Error::Violation { .. } | Error::Garbage { .. } => ProtocolError::new_err(words),
+        Error::Violation { .. } | Error::Garbage { .. } | Error::Mismatch { .. } => {
+            ProtocolError::new_err(words)
+        }
         Error::Aborted { .. } => AbortedError::new_err(words),
         _ => PoseidonError::new_err(words),
     };

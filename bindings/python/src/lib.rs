@@ -5,6 +5,7 @@
 //! Python files.
 
 mod errors;
+mod group;
 
 use errors::raise;
 use poseidon::{
@@ -341,5 +342,6 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("__version__", env!("CARGO_PKG_VERSION"))?;
     module.add_class::<Session>()?;
     module.add_function(wrap_pyfunction!(choose, module)?)?;
+    group::register(module)?;
     errors::register(module)
 }

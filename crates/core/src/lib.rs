@@ -6,7 +6,8 @@
 //! * [`wire`]: the bytes two nodes exchange (`docs/wire.md`); [`queue`]: in which order.
 //! * [`syncer`], [`factors`]: the state machines of one layer on one lane of a worker, by scheme.
 //! * [`store`]: the state machine of one shard: accumulates, updates, answers.
-//! * [`optim`]: what a shard does with a reduced gradient.
+//! * [`optim`]: what a shard does with a reduced gradient. [`reduce`]: what a collective does with
+//!   tensors of any type.
 //!
 //! State machines take inputs through `handle_*` and give outputs as return values or through
 //! `poll_*`. Time is an argument. Payloads are borrowed: core never copies a tensor it was not
@@ -21,6 +22,7 @@ pub mod layer;
 pub mod optim;
 pub mod plan;
 pub mod queue;
+pub mod reduce;
 pub mod scheme;
 pub mod store;
 pub mod syncer;
@@ -37,6 +39,7 @@ pub use layer::{Layer, LayerKind};
 pub use optim::{Optimizer, Reduction};
 pub use plan::{Plan, Shard};
 pub use queue::Queue;
+pub use reduce::{Dtype, ReduceOp};
 pub use scheme::{Policy, Scheme};
 pub use store::Store;
 pub use syncer::Syncer;

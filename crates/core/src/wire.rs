@@ -2,11 +2,11 @@
 //!
 //! Decoders take fixed-size arrays, never panic, and say what was expected and what came.
 
-use crate::{ChunkKey, Clock, LaneId, LayerId, NodeId};
+use crate::{ChunkKey, Clock, Dtype, LaneId, LayerId, NodeId, ReduceOp};
 use serde::{Deserialize, Serialize};
 
 /// The version this build speaks.
-pub const VERSION: u16 = 2;
+pub const VERSION: u16 = 3;
 /// First bytes of every connection.
 pub const MAGIC: [u8; 8] = *b"POSEIDON";
 /// Longest reason an `Abort` may carry, in bytes.
@@ -45,6 +45,10 @@ pub enum Kind {
     Init = 3,
     /// Rows of one worker's factors, for another worker.
     Factors = 4,
+    /// A piece of a collective operation among the ranks of a group.
+    Collective = 5,
+    /// A piece of a message from one rank of a group to another.
+    Message = 6,
     /// Nothing to say, still here.
     Heartbeat = 16,
     /// Nothing follows on this connection.
@@ -70,7 +74,7 @@ pub enum HeaderError {
     /// A kind this version does not know.
     #[error("unknown frame kind {0}")]
     Kind(u8),
-    /// Flags are zero in version 2.
+    /// Flags are zero in version 3.
     #[error("unknown frame flags {0:#04x}")]
     Flags(u8),
 }
@@ -112,6 +116,8 @@ impl Header {
             2 => Kind::Update,
             3 => Kind::Init,
             4 => Kind::Factors,
+            5 => Kind::Collective,
+            6 => Kind::Message,
             16 => Kind::Heartbeat,
             17 => Kind::Bye,
             18 => Kind::Abort,
@@ -129,6 +135,88 @@ impl Header {
             clock: Clock(u64::from(u32_at(b, 16)) | u64::from(u32_at(b, 20)) << 32),
             length: u32_at(b, 24),
         })
+    }
+}
+
+/// What every frame of a collective says about the operation, so that ranks that do different things
+/// find out. Travels in the header: `docs/wire.md` §2.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Signature {
+    /// Which operation; the numbers are the group's own.
+    pub operation: u8,
+    /// The elements.
+    pub dtype: Dtype,
+    /// How they are combined, where they are.
+    pub op: ReduceOp,
+    /// The rank everything comes from or goes to, where there is one.
+    pub root: u16,
+    /// Elements of this rank's tensor, or `u32::MAX` if there are more; 0 where ranks may differ.
+    pub count: u32,
+}
+
+/// Where in its operation a frame belongs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Place {
+    /// The operation's number: among the collectives of the group, or the messages of this pair.
+    pub sequence: u64,
+    /// 0: contributions. 1: results.
+    pub step: u8,
+    /// The piece's index, below 2²⁴.
+    pub piece: u32,
+}
+
+impl Signature {
+    /// The header of a frame of `length` bytes.
+    pub fn header(&self, sender: NodeId, place: Place, length: u32) -> Header {
+        let layer = u32::from(self.operation)
+            | (self.dtype as u32) << 8
+            | (self.op as u32) << 12
+            | u32::from(self.root) << 16;
+        Header {
+            kind: Kind::Collective,
+            sender,
+            chunk: ChunkKey { layer: LayerId(layer), index: place.index() },
+            value: f32::from_bits(self.count),
+            clock: Clock(place.sequence),
+            length,
+        }
+    }
+
+    /// Reads the header of a collective. `None` if it names a type or an operation there is not.
+    pub fn read(header: &Header) -> Option<(Self, Place)> {
+        let layer = header.chunk.layer.0;
+        let signature = Self {
+            operation: layer as u8,
+            dtype: *Dtype::ALL.get((layer >> 8 & 0xf) as usize)?,
+            op: *ReduceOp::ALL.get((layer >> 12 & 0xf) as usize)?,
+            root: (layer >> 16) as u16,
+            count: header.value.to_bits(),
+        };
+        Some((signature, Place::read(header)))
+    }
+}
+
+impl Place {
+    /// The header of a frame of `length` bytes of a message of `total` bytes with `tag`.
+    pub fn message(&self, sender: NodeId, tag: u32, total: usize, length: u32) -> Header {
+        Header {
+            kind: Kind::Message,
+            sender,
+            chunk: ChunkKey { layer: LayerId(tag), index: self.index() },
+            value: f32::from_bits(u32::try_from(total).unwrap_or(u32::MAX)),
+            clock: Clock(self.sequence),
+            length,
+        }
+    }
+
+    /// The place of a collective's or a message's frame.
+    pub fn read(header: &Header) -> Self {
+        let index = header.chunk.index;
+        Self { sequence: header.clock.0, step: (index >> 24) as u8, piece: index & 0xff_ffff }
+    }
+
+    fn index(&self) -> u32 {
+        u32::from(self.step) << 24 | self.piece
     }
 }
 
@@ -328,11 +416,13 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    const KINDS: [Kind; 8] = [
+    const KINDS: [Kind; 10] = [
         Kind::Push,
         Kind::Update,
         Kind::Init,
         Kind::Factors,
+        Kind::Collective,
+        Kind::Message,
         Kind::Heartbeat,
         Kind::Bye,
         Kind::Abort,
@@ -363,6 +453,33 @@ mod tests {
     }
 
     #[test]
+    fn golden_collective() {
+        let signature = Signature {
+            operation: 1,
+            dtype: Dtype::Bf16,
+            op: ReduceOp::Max,
+            root: 0x0102,
+            count: 0xfff0_0001,
+        };
+        let place = Place { sequence: 7, step: 1, piece: 0x030405 };
+        let header = signature.header(NodeId(2), place, 0x40000);
+        let bytes = [
+            0x05, 0x00, 0x02, 0x00, 0x01, 0x44, 0x02, 0x01, 0x05, 0x04, 0x03, 0x01, 0x01, 0x00,
+            0xf0, 0xff, 0x07, 0x00, 0x00, 0x00, 0x00, 0x00, 0x00, 0x00, 0x00, 0x00, 0x04, 0x00,
+        ];
+        assert_eq!(header.encode()[..28], bytes);
+        let read = Header::decode(&header.encode()).unwrap();
+        assert_eq!(Signature::read(&read), Some((signature, place)));
+
+        let header = place.message(NodeId(2), 9, usize::MAX, 3);
+        let read = Header::decode(&header.encode()).unwrap();
+        assert_eq!((read.kind, read.chunk.layer.0, Place::read(&read)), (Kind::Message, 9, place));
+        assert_eq!(read.value.to_bits(), u32::MAX);
+        let unknown = Header { chunk: key(0xff << 8, 0), ..header };
+        assert_eq!(Signature::read(&unknown), None);
+    }
+
+    #[test]
     fn golden_handshake() {
         let hello = Hello {
             purpose: Purpose::Lane,
@@ -371,15 +488,15 @@ mod tests {
             cluster: [0xaa; 16],
             nonce: [0xbb; 32],
         };
-        let mut bytes = *b"POSEIDON\x02\x00\x01\x00\x07\x00\x03\x00aaaaaaaaaaaaaaaabbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbb";
+        let mut bytes = *b"POSEIDON\x03\x00\x01\x00\x07\x00\x03\x00aaaaaaaaaaaaaaaabbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbb";
         bytes[16..32].fill(0xaa);
         bytes[32..].fill(0xbb);
         assert_eq!(hello.encode(), bytes);
         assert_eq!(Hello::decode(&bytes), Ok(hello));
 
-        let challenge = Challenge { status: Status::Welcome, version: 2, nonce: [0xcc; 32] };
+        let challenge = Challenge { status: Status::Welcome, version: 3, nonce: [0xcc; 32] };
         let mut bytes =
-            *b"POSEIDON\x02\x00\x00\x00\x00\x00\x00\x00cccccccccccccccccccccccccccccccc";
+            *b"POSEIDON\x03\x00\x00\x00\x00\x00\x00\x00cccccccccccccccccccccccccccccccc";
         bytes[16..].fill(0xcc);
         assert_eq!(challenge.encode(), bytes);
         assert_eq!(Challenge::decode(&bytes), Ok(challenge));

@@ -101,11 +101,6 @@ impl Config {
         };
         let served = env.0("POSEIDON_COORDINATOR_SERVED").is_some_and(|v| v != "0");
         let coordinator = env.0("POSEIDON_COORDINATOR").map_or(place.coordinator, Ok)?;
-        let seconds = |name, default| {
-            let parsed = env.parse(name)?.map(Duration::try_from_secs_f64);
-            let bad = |_| Error::Config(format!("{name}: expected a positive number of seconds"));
-            Ok::<_, Error>(parsed.transpose().map_err(bad)?.unwrap_or(Duration::from_secs(default)))
-        };
         let config = Self {
             member,
             workers: place.workers,
@@ -118,12 +113,39 @@ impl Config {
             carrier: env.parse("POSEIDON_LINK")?.unwrap_or_default(),
             pin: env.0("POSEIDON_PIN").is_none_or(|v| v != "0"),
             secret: env.secret()?,
-            connect_timeout: seconds("POSEIDON_CONNECT_TIMEOUT", 60)?,
-            timeout: seconds("POSEIDON_TIMEOUT", 300)?,
-            silence: seconds("POSEIDON_SILENCE", 15)?,
+            connect_timeout: env.seconds("POSEIDON_CONNECT_TIMEOUT", 60)?,
+            timeout: env.seconds("POSEIDON_TIMEOUT", 300)?,
+            silence: env.seconds("POSEIDON_SILENCE", 15)?,
         };
         config.validate()?;
         Ok(config)
+    }
+
+    /// Rank `rank` of a [`Group`](crate::Group) of `size`, whose coordinator is at `coordinator`. Of the environment
+    /// only `POSEIDON_ADDRESS`, `POSEIDON_LINK`, `POSEIDON_CONNECT_TIMEOUT` and `POSEIDON_SILENCE` count.
+    pub fn for_group(
+        rank: u16,
+        size: u16,
+        coordinator: &str,
+        cluster: &str,
+        secret: Secret,
+    ) -> Result<Self, Error> {
+        let env = Env(&|name| std::env::var(name).ok());
+        let alone = Self::alone(secret);
+        Ok(Self {
+            member: Member::Worker(rank),
+            workers: size,
+            lanes: 1,
+            coordinator: coordinator.into(),
+            serves_coordinator: false,
+            address: wanted_address(),
+            carrier: env.parse("POSEIDON_LINK")?.unwrap_or_default(),
+            cluster: cluster.into(),
+            connect_timeout: env.seconds("POSEIDON_CONNECT_TIMEOUT", 60)?,
+            // A rank that is gone is reported within ten seconds.
+            silence: env.seconds("POSEIDON_SILENCE", 9)?,
+            ..alone
+        })
     }
 
     /// Whether a launcher has started this process as one of several.
@@ -177,6 +199,11 @@ impl Config {
     pub fn credentials(&self) -> Credentials {
         credentials(&self.cluster, self.secret.clone())
     }
+}
+
+/// The address or interface to listen on, if the environment names one.
+pub(crate) fn wanted_address() -> Option<String> {
+    std::env::var("POSEIDON_ADDRESS").ok().filter(|address| !address.is_empty())
 }
 
 /// The credentials of the job called `cluster`.
@@ -242,6 +269,12 @@ impl Env<'_> {
     fn parse<T: FromStr<Err: fmt::Display>>(&self, name: &str) -> Result<Option<T>, Error> {
         let parse = |v: String| v.parse().map_err(|e| Error::Config(format!("{name}={v}: {e}")));
         self.0(name).filter(|v| !v.is_empty()).map(parse).transpose()
+    }
+
+    fn seconds(&self, name: &str, default: u64) -> Result<Duration, Error> {
+        let parsed = self.parse(name)?.map(Duration::try_from_secs_f64);
+        let bad = |_| Error::Config(format!("{name}: expected a positive number of seconds"));
+        Ok(parsed.transpose().map_err(bad)?.unwrap_or(Duration::from_secs(default)))
     }
 
     fn need<T: FromStr<Err: fmt::Display>>(&self, name: &str, because: &str) -> Result<T, Error> {

@@ -102,6 +102,14 @@ impl Coordinator {
         Ok(Self { address, shared, _serving: serving })
     }
 
+    /// Starts a coordinator on a free port of this host, at the address by which it reaches `near` (`host:port`), or
+    /// the one `POSEIDON_ADDRESS` names: there, others that can reach `near` can probably reach it too.
+    pub fn beside(near: &str, credentials: Credentials, patience: Duration) -> Result<Self, Error> {
+        let wanted = crate::config::wanted_address();
+        let choice = poseidon_link::address::choose(wanted.as_deref(), near)?;
+        Self::bind(choice.ip, 0, credentials, patience)
+    }
+
     /// Where it listens.
     pub fn address(&self) -> SocketAddr {
         self.address

@@ -166,6 +166,34 @@ pub enum Error {
         /// What happened.
         why: GatherError,
     },
+    /// An operation of a group that cannot be right; nothing was sent.
+    #[error("{operation}: {why}")]
+    Request {
+        /// Which.
+        operation: &'static str,
+        /// What is wrong with it.
+        why: String,
+    },
+    /// Ranks of a group began different operations.
+    #[error("collective {sequence} of the group is {mine} but {theirs}")]
+    Mismatch {
+        /// The operation's number.
+        sequence: u64,
+        /// What it is here, and where that is.
+        mine: String,
+        /// What it is elsewhere, and where that is.
+        theirs: String,
+    },
+    /// An operation of a group was not done in time.
+    #[error("{operation}: its timeout passed after {waited:.1?}: {}", awaited(.missing))]
+    Overdue {
+        /// Which, in words.
+        operation: String,
+        /// Since it was begun here.
+        waited: Duration,
+        /// The ranks it waits for, by name. None if it only has to be taken by others.
+        missing: Vec<String>,
+    },
     /// A node is gone.
     #[error("lost {node}: {how}{}", .awaited.as_ref().map(|a| format!("; awaited from it: {a}")).unwrap_or_default())]
     Lost {
@@ -222,6 +250,13 @@ pub enum Error {
         /// The node, by name.
         node: String,
     },
+}
+
+fn awaited(missing: &[String]) -> String {
+    if missing.is_empty() {
+        return "others did not take what it sends".into();
+    }
+    format!("nothing came from {}", missing.join(", "))
 }
 
 impl Error {

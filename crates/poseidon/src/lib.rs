@@ -23,17 +23,19 @@
 //! ```
 //!
 //! * [`session`]: what a training program holds. [`serve`]: what a dedicated server runs.
+//! * [`group`]: collective operations on tensors of any type.
 //! * [`config`]: who am I, where is everybody: the only reader of the environment.
 //! * [`coordinator`]: rendezvous and the information book. `gather`: small facts of all workers.
 //!   `control`: what is said on the connections for both.
 //! * [`buffer`]: memory lent to the lanes while a layer is in flight. `factors`: where factors meet;
 //!   `rebuild`: what becomes of them.
-//! * `node`, `lane`: one process and its threads. `holdings`: what a lane holds; `peer`, `outbox`: its
+//! * `join`: how a process gets into a job. `node`, `lane`: one process and its threads. `holdings`: what a lane holds; `peer`, `outbox`: its
 //!   links, and what it sends next.
 
 pub mod buffer;
 pub mod config;
 pub mod coordinator;
+pub mod group;
 pub mod session;
 
 mod board;
@@ -44,6 +46,7 @@ mod exchange;
 mod factors;
 mod gather;
 mod holdings;
+mod join;
 mod lane;
 mod node;
 mod outbox;
@@ -60,12 +63,13 @@ pub use coordinator::Coordinator;
 pub use error::Error;
 pub use factors::Factors;
 pub use gather::GatherError;
+pub use group::Group;
 pub use node::Traffic;
 pub use poseidon_core::plan::Placement;
 pub use poseidon_core::store::Order;
 pub use poseidon_core::{
-    ChunkSize, Clock, Cluster, Layer, LayerId, LayerKind, NodeId, Optimizer, Plan, Policy,
-    Reduction, Scheme, Servers,
+    ChunkSize, Clock, Cluster, Dtype, Layer, LayerId, LayerKind, NodeId, Optimizer, Plan, Policy,
+    ReduceOp, Reduction, Scheme, Servers,
 };
 pub use poseidon_link::Secret;
 pub use rule_state::RuleState;

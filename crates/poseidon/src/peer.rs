@@ -366,8 +366,9 @@ impl Peer {
                 return Err(Fault::Garbage(format!("an Abort of {length} bytes, at most {most}")));
             }
             Kind::Abort => self.state = State::Abort { text: vec![0; length], done: 0 },
-            Kind::Control => {
-                return Err(Fault::Garbage("a Control frame on a lane".into()));
+            Kind::Control | Kind::Collective | Kind::Message => {
+                let kind = header.kind;
+                return Err(Fault::Garbage(format!("a {kind:?} frame on a lane")));
             }
         }
         Ok(())

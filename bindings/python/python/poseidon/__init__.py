@@ -5,19 +5,6 @@ session and the exceptions, which carry the facts (``node``, ``layer``, ``chunk`
 attributes where there are any.
 """
 
-from poseidon._native import (
-    AbortedError,
-    ConfigError,
-    ConnectionError,
-    LostError,
-    PoseidonError,
-    ProtocolError,
-    Session,
-    TimeoutError,
-    UsageError,
-    __version__,
-)
-
 __all__ = [
     "AbortedError",
     "ConfigError",
@@ -30,3 +17,27 @@ __all__ = [
     "UsageError",
     "__version__",
 ]
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from poseidon._native import (
+        AbortedError,
+        ConfigError,
+        ConnectionError,
+        LostError,
+        PoseidonError,
+        ProtocolError,
+        Session,
+        TimeoutError,
+        UsageError,
+        __version__,
+    )
+
+
+def __getattr__(name):
+    # Not before it is used: torch imports this package to learn of its backend.
+    if name in __all__:
+        from poseidon import _native
+
+        return getattr(_native, name)
+    raise AttributeError(f"module 'poseidon' has no attribute '{name}'")

@@ -16,11 +16,15 @@ steps: each keeps the optimizer's state of its part only, parameters come back i
 and a layer is awaited when its next forward begins.
 """
 
+from poseidon._c10d_register import register
 from poseidon.torch._checkpoint import load, save
 from poseidon.torch._job import barrier, init, is_initialized, rank, shutdown, world_size
 from poseidon.torch._layers import plan
 from poseidon.torch._parallel import DistributedDataParallel
 from poseidon.torch._rules import SGD, Adam, AdamW
+
+# So that torch.distributed knows "poseidon" also where the package was not installed, only found.
+register()
 
 __all__ = [
     "SGD",

@@ -1,0 +1,615 @@
+"""``torch.distributed.init_process_group("poseidon")``: process groups on Poseidon's own links.
+
+A process group is a `poseidon._native.Group` with links of its own, made as a session's are: rank 0 waits for
+the others at an address it leaves in the c10d store, together with a fresh secret. Tensors are lent to the group in
+place; only those that are not contiguous are copied.
+
+Two classes share one implementation. `ProcessGroup` is what programs hold: Python calls reach it directly, and get
+`Work` objects that are Python's own. `Backend` is what C++ reaches through the dispatcher, such as functional
+collectives.
+"""
+
+import atexit
+import itertools
+import socket
+import threading
+import weakref
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d
+
+from poseidon import _native
+
+# The numbers of poseidon_core::Dtype.
+DTYPES = {
+    torch.float32: 1,
+    torch.float64: 2,
+    torch.float16: 3,
+    torch.bfloat16: 4,
+    torch.int8: 5,
+    torch.uint8: 6,
+    torch.int16: 7,
+    torch.int32: 8,
+    torch.int64: 9,
+    torch.bool: 10,
+}
+BYTES = 0
+COMPLEX = {torch.complex64: torch.float32, torch.complex128: torch.float64}
+
+# The numbers of poseidon_core::ReduceOp.
+OPS = {
+    dist.ReduceOp.SUM: 0,
+    dist.ReduceOp.AVG: 1,
+    dist.ReduceOp.PRODUCT: 2,
+    dist.ReduceOp.MIN: 3,
+    dist.ReduceOp.MAX: 4,
+    dist.ReduceOp.BAND: 5,
+    dist.ReduceOp.BOR: 6,
+    dist.ReduceOp.BXOR: 7,
+}
+NAMES = {int(op): name for name, op in dist.ReduceOp.RedOpType.__members__.items()}
+NUMBERS = {int(op): number for op, number in OPS.items()}
+
+# How long a process that leaves a group waits for its connections to close.
+LEAVE = 2.0
+
+_groups = weakref.WeakSet()
+
+
+def create(options):
+    """The process group for what torch asks for."""
+    ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
+    operations = _Operations(options.store, options.group_rank, ranks, options.timeout)
+    return ProcessGroup(options.store, options.group_rank, options.group_size, operations)
+
+
+@atexit.register
+def _leave_all():
+    # While Python still runs: the groups' threads must not find it gone.
+    for operations in list(_groups):
+        operations.leave()
+
+
+class Work(c10d.Work):
+    """An operation under way: one or several of the group's, and what has to be done when they are."""
+
+    def __init__(self, operations, parts, tensors, after=None):
+        super().__init__()
+        self._operations = operations
+        self._parts = parts
+        self._tensors = tensors
+        self._after = after
+        self._lock = threading.Lock()
+        self._future = None
+
+    def wait(self, timeout=None):
+        limit = timeout.total_seconds() if timeout else None
+        for part in self._parts:
+            if not part.wait(limit):
+                raise _native.TimeoutError(f"not done within {limit} s; it goes on")
+        self._conclude()
+        return True
+
+    def is_completed(self):
+        if not all(part.is_done() for part in self._parts):
+            return False
+        if self.exception() is None:
+            self._conclude()
+        return True
+
+    def is_success(self):
+        return self.is_completed() and self.exception() is None
+
+    def exception(self):
+        failures = (part.failure() for part in self._parts if part.is_done())
+        return next((failure for failure in failures if failure is not None), None)
+
+    def source_rank(self):
+        return self._parts[0].source()
+
+    _source_rank = source_rank
+
+    def result(self):
+        return self._tensors
+
+    def synchronize(self):
+        self.wait()
+
+    def get_future(self):
+        with self._lock:
+            fresh = self._future is None
+            if fresh:
+                self._future = torch.futures.Future()
+        if fresh:
+            self._operations.follow(self)
+        return self._future
+
+    def _conclude(self):
+        with self._lock:
+            after, self._after = self._after, None
+            if after:
+                after()
+
+    def _settle(self):
+        """All parts are done: whoever holds the future is told."""
+        failure = self.exception()
+        if failure is not None:
+            self._future.set_exception(failure)
+            return
+        self._conclude()
+        self._future.set_result(self._tensors)
+
+
+class _Operations:
+    """The operations of one process group."""
+
+    def __init__(self, store, rank, ranks, timeout):
+        self.rank, self.size = rank, len(ranks)
+        self.timeout = timeout.total_seconds()
+        self.sequence = 0
+        self._group = _rendezvous(store, rank, [f"rank {r}" for r in ranks])
+        self._names = itertools.count()
+        # Work whose future somebody holds, and how many of its parts are not done.
+        self._followed = {}
+        self._lock = threading.Lock()
+        self._reporter = None
+        _groups.add(self)
+
+    # What is done with tensors.
+
+    def allreduce(self, tensors, opts=None, timeout=None):
+        tensors, opts = _listed(tensors), _with_op(opts, c10d.AllreduceOptions)
+        op = _number(opts.reduceOp)
+        if any(tensor.is_sparse for tensor in tensors):
+            return self._allreduce_sparse(tensors, opts)
+        lent = _Lent(written=tensors)
+        begun = [self._begin("all_reduce", opts, lent, [t], [], op=op) for t in lent.specs(tensors, op)]
+        return self._work(begun, tensors, lent)
+
+    allreduce_coalesced = allreduce
+
+    def _allreduce_sparse(self, tensors, opts):
+        if _number(opts.reduceOp) != 0:
+            raise ValueError("sparse tensors can only be summed")
+        for tensor in tensors:
+            own = tensor.coalesce()
+            sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
+            self.allgather([sizes], [torch.tensor([own._nnz()])], opts).wait()
+            indices, values = own.indices().contiguous(), own.values().contiguous()
+            all_indices = [indices.new_empty((indices.shape[0], int(n))) for n in sizes]
+            all_values = [values.new_empty((int(n), *values.shape[1:])) for n in sizes]
+            self.allgather([all_indices], [indices], opts).wait()
+            self.allgather([all_values], [values], opts).wait()
+            sums = torch.sparse_coo_tensor(torch.cat(all_indices, 1), torch.cat(all_values), tensor.shape)
+            tensor.copy_(sums.coalesce())
+        return Work(self, [], tensors)
+
+    def broadcast(self, tensors, opts=None, timeout=None):
+        tensors = _listed(tensors)
+        opts = _with(opts, c10d.BroadcastOptions, rootRank=opts)
+        lent = _Lent(written=tensors)
+        begun = [self._begin("broadcast", opts, lent, [t], [], root=opts.rootRank) for t in lent.specs(tensors)]
+        return self._work(begun, tensors, lent)
+
+    def reduce(self, tensors, opts=None, op=None, timeout=None):
+        tensors = _listed(tensors)
+        opts = _with(opts, c10d.ReduceOptions, rootRank=opts)
+        op = _number(opts.reduceOp)
+        lent = _Lent(written=tensors)
+        begun = [
+            self._begin("reduce", opts, lent, [t], [], root=opts.rootRank, op=op) for t in lent.specs(tensors, op)
+        ]
+        return self._work(begun, tensors, lent)
+
+    def allgather(self, outputs, inputs, opts=None):
+        if isinstance(inputs, torch.Tensor):
+            outputs, inputs = [outputs], [inputs]
+        opts = opts or c10d.AllgatherOptions()
+        flat = [tensor for row in outputs for tensor in row]
+        lent = _Lent(read=inputs, written=flat)
+        begun = []
+        for tensor, row in zip(inputs, outputs):
+            _same_type(tensor, row)
+            begun.append(self._begin("all_gather", opts, lent, lent.specs([tensor]), lent.specs(row)))
+        return self._work(begun, outputs, lent)
+
+    def allgather_coalesced(self, outputs, inputs, opts=None):
+        # One list for each rank here, one for each input there.
+        return self.allgather([list(row) for row in zip(*outputs)], inputs, opts)
+
+    def all_gather_single(self, output, tensor, opts=None):
+        return self.all_gather_single_coalesced([output], [tensor], opts)
+
+    def all_gather_single_coalesced(self, outputs, inputs, opts=None):
+        opts = opts or c10d.AllgatherOptions()
+        lent = _Lent(read=inputs, written=outputs)
+        begun = []
+        for output, tensor in zip(outputs, inputs):
+            _same_type(tensor, [output])
+            if output.numel() != tensor.numel() * self.size:
+                raise ValueError(
+                    f"all_gather of {tensor.numel()} elements on each of {self.size} ranks into {output.numel()}"
+                )
+            begun.append(self._begin("all_gather", opts, lent, lent.specs([tensor]), lent.parts(output, self.size)))
+        return self._work(begun, outputs, lent)
+
+    def reduce_scatter(self, outputs, inputs, opts=None, timeout=None):
+        if isinstance(outputs, torch.Tensor):
+            outputs, inputs = [outputs], [inputs]
+        opts = _with_op(opts, c10d.ReduceScatterOptions)
+        op = _number(opts.reduceOp)
+        lent = _Lent(read=[tensor for row in inputs for tensor in row], written=outputs)
+        begun = []
+        for output, row in zip(outputs, inputs):
+            _same_type(output, row)
+            begun.append(
+                self._begin("reduce_scatter", opts, lent, lent.specs(row, op), lent.specs([output], op), op=op)
+            )
+        return self._work(begun, outputs, lent)
+
+    def reduce_scatter_single(self, output, tensor, opts=None):
+        return self.reduce_scatter_single_coalesced([output], [tensor], opts)
+
+    def reduce_scatter_single_coalesced(self, outputs, inputs, opts=None):
+        opts = _with_op(opts, c10d.ReduceScatterOptions)
+        op = _number(opts.reduceOp)
+        lent = _Lent(read=inputs, written=outputs)
+        begun = []
+        for output, tensor in zip(outputs, inputs):
+            _same_type(output, [tensor])
+            if tensor.numel() != output.numel() * self.size:
+                raise ValueError(
+                    f"reduce_scatter of {tensor.numel()} elements among {self.size} ranks into {output.numel()}"
+                )
+            parts = lent.parts(tensor, self.size, op)
+            begun.append(self._begin("reduce_scatter", opts, lent, parts, lent.specs([output], op), op=op))
+        return self._work(begun, outputs, lent)
+
+    def gather(self, outputs, inputs, opts=None, timeout=None):
+        if isinstance(inputs, torch.Tensor):
+            outputs, inputs = [outputs] if outputs else [], [inputs]
+        opts = _with(opts, c10d.GatherOptions, rootRank=opts)
+        rows = outputs if opts.rootRank == self.rank else []
+        flat = [tensor for row in rows for tensor in row]
+        lent = _Lent(read=inputs, written=flat)
+        for tensor in inputs:
+            _same_type(tensor, flat)
+        begun = [
+            self._begin("gather", opts, lent, lent.specs(inputs), lent.specs(flat), root=opts.rootRank),
+        ]
+        return self._work(begun, outputs, lent)
+
+    def scatter(self, outputs, inputs, opts=None, timeout=None):
+        if isinstance(outputs, torch.Tensor):
+            outputs, inputs = [outputs], [inputs] if inputs else []
+        opts = _with(opts, c10d.ScatterOptions, rootRank=opts)
+        flat = [tensor for row in inputs for tensor in row] if opts.rootRank == self.rank else []
+        lent = _Lent(read=flat, written=outputs)
+        for tensor in outputs:
+            _same_type(tensor, flat)
+        begun = [
+            self._begin("scatter", opts, lent, lent.specs(flat), lent.specs(outputs), root=opts.rootRank),
+        ]
+        return self._work(begun, outputs, lent)
+
+    def alltoall(self, outputs, inputs, opts=None):
+        lent = _Lent(read=inputs, written=outputs)
+        specs = lent.bytes(inputs), lent.bytes(outputs)
+        begun = [self._begin("all_to_all", opts or c10d.AllToAllOptions(), lent, *specs)]
+        return self._work(begun, outputs, lent)
+
+    def all_to_all_single(self, output, tensor, output_splits=None, input_splits=None, opts=None):
+        _same_type(tensor, [output])
+        opts = opts if isinstance(opts, c10d.AllToAllOptions) else c10d.AllToAllOptions()
+        lent = _Lent(read=[tensor], written=[output])
+        specs = (
+            lent.split(tensor, input_splits, self.size, "input"),
+            lent.split(output, output_splits, self.size, "output"),
+        )
+        begun = [self._begin("all_to_all", opts, lent, *specs)]
+        return self._work(begun, [output], lent)
+
+    def barrier(self, opts=None):
+        opts = opts if isinstance(opts, c10d.BarrierOptions) else c10d.BarrierOptions()
+        return self._work([self._begin("barrier", opts, None, [], [])], [], None)
+
+    def send(self, tensors, rank, tag=0):
+        lent = _Lent(read=tensors)
+        parts = [self._begin("send", None, lent, [t], [], peer=rank, tag=tag) for t in lent.bytes(tensors)]
+        return self._work(parts, tensors, lent)
+
+    def recv(self, tensors, rank, tag=0):
+        lent = _Lent(written=tensors)
+        parts = [self._begin("receive", None, lent, [], [t], peer=rank, tag=tag) for t in lent.bytes(tensors)]
+        return self._work(parts, tensors, lent)
+
+    def recv_anysource(self, tensors, tag=0):
+        return self.recv(tensors, None, tag)
+
+    # How it is done.
+
+    def _begin(self, operation, opts, lent, inputs, outputs, **more):
+        timeout, waits = self.timeout, False
+        if opts is not None:
+            asked = opts.timeout.total_seconds()
+            timeout = asked if asked > 0 else timeout
+            # False: whoever asks waits for it right away, and so does the work.
+            waits = not getattr(opts, "asyncOp", True)
+            self.sequence += 1
+        return self._group.begin(operation, inputs, outputs, lent, timeout, waits, **more)
+
+    def _work(self, parts, tensors, lent):
+        return Work(self, parts, tensors, lent.give_back if lent is not None and lent.copies else None)
+
+    def follow(self, work):
+        """Has the future of `work` settled when its last part is done."""
+        with self._lock:
+            name = next(self._names)
+            pending = sum(part.follow(name) for part in work._parts)
+            if pending:
+                self._followed[name] = [work, pending]
+                if self._reporter is None:
+                    self._reporter = threading.Thread(
+                        target=_report, args=(self._group, self._done), name="poseidon-c10d", daemon=True
+                    )
+                    self._reporter.start()
+                return
+        work._settle()
+
+    def _done(self, name):
+        with self._lock:
+            entry = self._followed[name]
+            entry[1] -= 1
+            if entry[1]:
+                return
+            del self._followed[name]
+        entry[0]._settle()
+
+    def leave(self):
+        _groups.discard(self)
+        self._group.leave(LEAVE)
+        if self._reporter is not None and self._reporter is not threading.current_thread():
+            self._reporter.join(LEAVE)
+
+    def abort(self):
+        self._group.abort("the program aborted its process group")
+
+
+def _report(group, done):
+    """The body of the thread that settles futures."""
+    while names := group.completed():
+        for name in names:
+            done(name)
+
+
+class _Lent:
+    """Tensors of one operation: what keeps them alive, and copies of those that are not contiguous."""
+
+    def __init__(self, read=(), written=()):
+        self.tensors = {}
+        self.copies = []
+        for tensor in itertools.chain(read, written):
+            if tensor.device.type != "cpu":
+                raise ValueError(
+                    f"backend poseidon moves tensors on the CPU, got one on {tensor.device}: "
+                    "copy it to the CPU first, or use 'cpu:poseidon,cuda:nccl'"
+                )
+            if tensor.is_sparse:
+                raise ValueError("backend poseidon takes sparse tensors in all_reduce only")
+        for tensor in written:
+            if not tensor.is_contiguous() and id(tensor) not in self.tensors:
+                dense = tensor.detach().contiguous()
+                self.copies.append((tensor, dense))
+                self.tensors[id(tensor)] = dense
+        for tensor in itertools.chain(read, written):
+            if id(tensor) not in self.tensors:
+                self.tensors[id(tensor)] = tensor if tensor.is_contiguous() else tensor.detach().contiguous()
+        # Ids are only unique among those alive.
+        self.given = (list(read), list(written))
+
+    def specs(self, tensors, op=None):
+        """Address, elements, type of each; `op` tells what is computed with them."""
+        return [_spec(self.tensors[id(tensor)], op) for tensor in tensors]
+
+    def bytes(self, tensors):
+        dense = (self.tensors[id(tensor)] for tensor in tensors)
+        return [(tensor.data_ptr(), tensor.numel() * tensor.element_size(), BYTES) for tensor in dense]
+
+    def parts(self, tensor, size, op=None):
+        """The specs of `size` equal parts."""
+        address, count, dtype = _spec(self.tensors[id(tensor)], op)
+        width = tensor.numel() * tensor.element_size() // size
+        return [(address + rank * width, count // size, dtype) for rank in range(size)]
+
+    def split(self, tensor, splits, size, what):
+        """The specs, in bytes, of parts of `splits` rows, or of equal parts."""
+        rows = tensor.shape[0] if tensor.dim() else 1
+        if not splits:
+            if rows % size:
+                raise ValueError(f"all_to_all of an {what} of {rows} rows among {size} ranks: give it split sizes")
+            splits = [rows // size] * size
+        if len(splits) != size or sum(splits) != rows:
+            raise RuntimeError(f"all_to_all: {what} of {rows} rows among {size} ranks does not split into {splits}")
+        row = tensor.numel() * tensor.element_size() // rows if rows else 0
+        starts = itertools.accumulate(splits, initial=0)
+        address = self.tensors[id(tensor)].data_ptr()
+        return [(address + start * row, count * row, BYTES) for start, count in zip(starts, splits)]
+
+    def give_back(self):
+        with torch.no_grad():
+            for tensor, dense in self.copies:
+                tensor.detach().copy_(dense)
+
+
+def _spec(tensor, op):
+    dtype, count = tensor.dtype, tensor.numel()
+    if dtype in COMPLEX:
+        if op not in (None, 0, 1):
+            raise ValueError(f"all reductions of {dtype} but SUM and AVG are undefined")
+        dtype, count = COMPLEX[dtype], 2 * count
+    number = DTYPES.get(dtype)
+    if number is None:
+        if op is not None:
+            raise ValueError(f"backend poseidon does not compute with {dtype}")
+        number, count = BYTES, count * tensor.element_size()
+    return (tensor.data_ptr(), count, number)
+
+
+def _number(op):
+    """The number of a torch operation."""
+    number = NUMBERS.get(int(getattr(op, "op", op)))
+    if number is None:
+        raise ValueError(f"backend poseidon does not support ReduceOp.{NAMES.get(int(getattr(op, 'op', op)), op)}")
+    return number
+
+
+def _listed(tensors):
+    return [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+
+
+def _with_op(opts, kind):
+    """Options from what the shorter signatures take instead: an operation."""
+    return _with(opts, kind, reduceOp=opts)
+
+
+def _with(opts, kind, **fields):
+    if isinstance(opts, kind) or hasattr(opts, "timeout"):
+        return opts
+    made = kind()
+    for name, value in fields.items():
+        if value is not None:
+            setattr(made, name, value)
+    return made
+
+
+def _same_type(tensor, others):
+    for other in others:
+        if other.dtype != tensor.dtype:
+            raise ValueError(f"tensors of one operation must have the same type, got {tensor.dtype} and {other.dtype}")
+
+
+def _rendezvous(store, rank, names):
+    """The group of those who share `store`."""
+    key, name = "poseidon", "c10d"
+    if rank == 0:
+        host = _native.Host(_near(store), name, store.timeout.total_seconds())
+        store.set(key, f"{host.address} {host.secret}")
+        try:
+            return _native.Group(rank, host.address, name, host.secret, names)
+        finally:
+            host.close()
+    address, secret = store.get(key).decode().split()
+    return _native.Group(rank, address, name, secret, names)
+
+
+def _near(store):
+    """An address that all ranks reach: the store's own, if it has one."""
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    if isinstance(store, dist.TCPStore):
+        return f"{store.host}:{store.port}"
+    try:
+        socket.getaddrinfo(socket.gethostname(), 1)
+        return f"{socket.gethostname()}:1"
+    except OSError:
+        return "127.0.0.1:1"
+
+
+COLLECTIVES = {
+    "allreduce": "allreduce",
+    "allreduce_coalesced": "allreduce_coalesced",
+    "allreduce_sparse": "allreduce",
+    "broadcast": "broadcast",
+    "reduce": "reduce",
+    "allgather": "allgather",
+    "allgather_coalesced": "allgather_coalesced",
+    "all_gather_single": "all_gather_single",
+    "_allgather_base": "all_gather_single",
+    "all_gather_single_coalesced": "all_gather_single_coalesced",
+    "allgather_into_tensor_coalesced": "all_gather_single_coalesced",
+    "reduce_scatter": "reduce_scatter",
+    "reduce_scatter_single": "reduce_scatter_single",
+    "_reduce_scatter_base": "reduce_scatter_single",
+    "reduce_scatter_single_coalesced": "reduce_scatter_single_coalesced",
+    "reduce_scatter_tensor_coalesced": "reduce_scatter_single_coalesced",
+    "gather": "gather",
+    "scatter": "scatter",
+    "alltoall": "alltoall",
+    "alltoall_base": "all_to_all_single",
+    "all_to_all_single": "all_to_all_single",
+    "barrier": "barrier",
+    "send": "send",
+    "recv": "recv",
+    "recv_anysource": "recv_anysource",
+}
+
+
+def _offers_operations(cls):
+    """Gives `cls` every operation under all the names torch has for it."""
+
+    def forward(name):
+        def method(self, *args, **kwargs):
+            return getattr(self._operations, name)(*args, **kwargs)
+
+        return method
+
+    for theirs, ours in COLLECTIVES.items():
+        setattr(cls, theirs, forward(ours))
+    return cls
+
+
+class _Named:
+    """What is asked of a process group and of a backend alike."""
+
+    def getBackendName(self):
+        return "poseidon"
+
+    def name(self):
+        return "poseidon"
+
+    def set_timeout(self, timeout):
+        self._operations.timeout = timeout.total_seconds()
+
+    _set_default_timeout = set_timeout
+
+    def _set_sequence_number_for_group(self):
+        pass
+
+    def _get_sequence_number_for_group(self):
+        return self._operations.sequence
+
+    def shutdown(self):
+        self._operations.leave()
+
+    def abort(self):
+        self._operations.abort()
+
+
+@_offers_operations
+class Backend(_Named, c10d.Backend):
+    """What the dispatcher finds."""
+
+    # torch's own properties of these names ask Python, which would ask them.
+    supports_coalescing = False
+    supports_splitting = False
+    supports_shrinking = False
+
+    def __init__(self, rank, size, operations):
+        super().__init__(rank, size)
+        self._operations = operations
+
+
+@_offers_operations
+class ProcessGroup(_Named, dist.ProcessGroup):
+    """What `init_process_group` and `new_group` return."""
+
+    def __init__(self, store, rank, size, operations):
+        super().__init__(store, rank, size)
+        self._operations = operations
+        kind = dist.ProcessGroup.BackendType.CUSTOM
+        # Held here: C++ does not keep the Python side of a backend alive.
+        self._backend = Backend(rank, size, operations)
+        self._set_default_backend(kind)
+        self._register_backend(torch.device("cpu"), kind, self._backend)

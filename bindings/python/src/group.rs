@@ -1,0 +1,231 @@
+//! Groups for Python: what `poseidon._c10d` builds the torch backend from.
+//!
+//! Tensors come as an address, a number of elements and a type; what keeps them alive comes with them
+//! and is held until the operation is done. Waits release the interpreter's lock.
+
+use crate::errors::raise;
+use poseidon::config::{Config, credentials};
+use poseidon::group::{Request, Tensor, Terms};
+use poseidon::{Coordinator, Dtype, ReduceOp, Secret};
+use pyo3::exceptions::{PyOSError, PyRuntimeError, PyValueError};
+use pyo3::prelude::*;
+use std::ptr::NonNull;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    module.add_class::<Host>()?;
+    module.add_class::<Group>()?;
+    module.add_class::<Work>()
+}
+
+/// Where the ranks of a group find each other: held by rank 0 until all have.
+#[pyclass(frozen, module = "poseidon._native")]
+struct Host {
+    coordinator: Mutex<Option<Coordinator>>,
+    address: String,
+    secret: Secret,
+}
+
+#[pymethods]
+impl Host {
+    /// Listens at the address by which this host reaches `near` (`host:port`).
+    #[new]
+    fn new(py: Python<'_>, near: &str, name: &str, patience: f64) -> PyResult<Self> {
+        let secret = Secret::random().map_err(|e| PyOSError::new_err(e.to_string()))?;
+        let keys = credentials(name, secret.clone());
+        let coordinator = Coordinator::beside(near, keys, seconds(patience)?);
+        let coordinator = coordinator.map_err(|error| raise(py, error))?;
+        let address = coordinator.address().to_string();
+        Ok(Self { coordinator: Mutex::new(Some(coordinator)), address, secret })
+    }
+
+    #[getter]
+    fn address(&self) -> &str {
+        &self.address
+    }
+
+    #[getter]
+    fn secret(&self) -> &str {
+        self.secret.expose()
+    }
+
+    fn close(&self, py: Python<'_>) {
+        let coordinator = self.coordinator.lock().unwrap_or_else(PoisonError::into_inner).take();
+        py.detach(|| drop(coordinator));
+    }
+}
+
+/// The ranks that do collective operations together.
+#[pyclass(frozen, module = "poseidon._native")]
+struct Group {
+    inner: Arc<poseidon::Group>,
+}
+
+/// A tensor: address, elements, type.
+type Spec = (usize, usize, u8);
+
+#[pymethods]
+impl Group {
+    #[new]
+    fn new(
+        py: Python<'_>,
+        rank: u16,
+        coordinator: &str,
+        name: &str,
+        secret: &str,
+        names: Vec<String>,
+    ) -> PyResult<Self> {
+        let secret = secret.parse().map_err(|e| PyValueError::new_err(format!("secret: {e}")))?;
+        let size = u16::try_from(names.len()).map_err(|e| PyValueError::new_err(e.to_string()))?;
+        let group = py.detach(|| {
+            let config = Config::for_group(rank, size, coordinator, name, secret)?;
+            poseidon::Group::start(&config, names)
+        });
+        Ok(Self { inner: Arc::new(group.map_err(|error| raise(py, error))?) })
+    }
+
+    /// Begins an operation: its name, what goes in, what comes out, and what it needs besides.
+    #[pyo3(signature = (operation, inputs, outputs, keep, timeout, waits, *, op=0, root=0, peer=None, tag=0))]
+    #[expect(clippy::too_many_arguments, reason = "keyword arguments of a Python function")]
+    fn begin(
+        &self,
+        py: Python<'_>,
+        operation: &str,
+        inputs: Vec<Spec>,
+        outputs: Vec<Spec>,
+        keep: Py<PyAny>,
+        timeout: f64,
+        waits: bool,
+        op: usize,
+        root: u16,
+        peer: Option<u16>,
+        tag: u32,
+    ) -> PyResult<Work> {
+        let op = *ReduceOp::ALL.get(op).ok_or_else(|| PyValueError::new_err("no such op"))?;
+        let inputs: Vec<Tensor> = inputs.into_iter().map(tensor).collect::<PyResult<_>>()?;
+        let outputs: Vec<Tensor> = outputs.into_iter().map(tensor).collect::<PyResult<_>>()?;
+        let first = |list: &[Tensor]| {
+            list.first().copied().ok_or_else(|| PyValueError::new_err("a tensor is missing"))
+        };
+        let large = inputs.iter().any(|tensor| tensor.count() > SMALL);
+        let request = match operation {
+            "all_reduce" => Request::AllReduce { tensor: first(&inputs)?, op },
+            "broadcast" => Request::Broadcast { tensor: first(&inputs)?, root },
+            "reduce" => Request::Reduce { tensor: first(&inputs)?, root, op },
+            "all_gather" => Request::AllGather { input: first(&inputs)?, outputs },
+            "reduce_scatter" => Request::ReduceScatter { output: first(&outputs)?, inputs, op },
+            "gather" => Request::Gather { input: first(&inputs)?, outputs, root },
+            "scatter" => Request::Scatter { output: first(&outputs)?, inputs, root },
+            "all_to_all" => Request::AllToAll { inputs, outputs },
+            "barrier" => Request::Barrier,
+            "send" => {
+                let to = peer.ok_or_else(|| PyValueError::new_err("send to whom?"))?;
+                Request::Send { tensor: first(&inputs)?, to, tag }
+            }
+            "receive" => Request::Receive { tensor: first(&outputs)?, from: peer, tag },
+            other => return Err(PyValueError::new_err(format!("no operation '{other}'"))),
+        };
+        let terms = Terms { timeout: seconds(timeout)?, waits };
+        let group = &self.inner;
+        let begin = || group.begin(request, terms, Box::new(keep));
+        // A large operation copies before it returns: let others run meanwhile.
+        let work = if large { py.detach(begin) } else { begin() };
+        Ok(Work { inner: work.map_err(|error| raise(py, error))? })
+    }
+
+    /// Waits for followed operations; returns the names of those that are done, nothing at the end.
+    fn completed(&self, py: Python<'_>) -> Vec<u64> {
+        py.detach(|| self.inner.completed())
+    }
+
+    /// Leaves the group, and waits until its connections are closed or `patience` is over.
+    fn leave(&self, py: Python<'_>, patience: f64) -> PyResult<()> {
+        let patience = seconds(patience)?;
+        py.detach(|| {
+            self.inner.leave();
+            self.inner.wait_left(patience);
+        });
+        Ok(())
+    }
+
+    /// Stops the group and tells every rank why.
+    fn abort(&self, py: Python<'_>, reason: &str) {
+        py.detach(|| self.inner.abort(reason));
+    }
+}
+
+/// An operation that is under way.
+#[pyclass(frozen, module = "poseidon._native")]
+struct Work {
+    inner: poseidon::group::Work,
+}
+
+#[pymethods]
+impl Work {
+    /// Waits until it is done: true; or `timeout` seconds have passed: false. Raises what went wrong.
+    #[pyo3(signature = (timeout=None))]
+    fn wait(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<bool> {
+        let deadline = timeout.map(seconds).transpose()?.map(|wait| Instant::now() + wait);
+        loop {
+            let left = deadline.map(|d| d.saturating_duration_since(Instant::now()));
+            let slice = left.map_or(SIGNALS, |left| left.min(SIGNALS));
+            let done = py.detach(|| self.inner.wait(slice)).map_err(|error| raise(py, error))?;
+            if done {
+                self.inner.release();
+                return Ok(true);
+            }
+            if left.is_some_and(|left| left.is_zero()) {
+                return Ok(false);
+            }
+            py.check_signals()?;
+        }
+    }
+
+    fn is_done(&self) -> bool {
+        self.inner.is_done()
+    }
+
+    /// The exception it ended with, if it did.
+    fn failure(&self, py: Python<'_>) -> Option<PyErr> {
+        self.inner.release();
+        self.inner.failure().map(|error| raise(py, error))
+    }
+
+    /// Has `completed` report `name` when it is done; false if it is done already.
+    fn follow(&self, name: u64) -> bool {
+        self.inner.follow(name)
+    }
+
+    /// The rank a received message came from.
+    fn source(&self) -> PyResult<u16> {
+        self.inner.source().ok_or_else(|| PyRuntimeError::new_err("nothing was received"))
+    }
+}
+
+/// Elements from which on beginning an operation lets other threads run.
+const SMALL: usize = 16 << 10;
+/// How often a wait looks whether the user has interrupted it.
+const SIGNALS: Duration = Duration::from_millis(500);
+
+fn tensor((address, count, dtype): Spec) -> PyResult<Tensor> {
+    let dtype = *Dtype::ALL
+        .get(usize::from(dtype))
+        .ok_or_else(|| PyValueError::new_err(format!("no type {dtype}")))?;
+    let bad = || PyValueError::new_err(format!("no {dtype} memory at {address:#x}"));
+    if count == 0 {
+        // SAFETY: no element is ever accessed.
+        return Ok(unsafe { Tensor::from_raw(NonNull::<u64>::dangling().cast(), 0, dtype) });
+    }
+    let start = NonNull::new(address as *mut u8).ok_or_else(bad)?;
+    if address % dtype.size() != 0 {
+        return Err(bad());
+    }
+    // SAFETY: the Python side passes a contiguous tensor on the CPU and, as `keep`, what owns it; it
+    // looks at the memory again when the operation is done.
+    Ok(unsafe { Tensor::from_raw(start, count, dtype) })
+}
+
+fn seconds(value: f64) -> PyResult<Duration> {
+    Duration::try_from_secs_f64(value).map_err(|e| PyValueError::new_err(e.to_string()))
+}

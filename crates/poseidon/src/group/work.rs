@@ -1,0 +1,125 @@
+//! An operation that is under way, as its program sees it.
+
+use super::wheel::Wheel;
+use crate::Error;
+use std::any::Any;
+use std::fmt;
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::time::{Duration, Instant};
+
+/// An operation of a group. It goes on when this is dropped.
+pub struct Work {
+    pub(super) progress: Arc<Progress>,
+    pub(super) wheel: Arc<Wheel>,
+}
+
+/// How far an operation is. The engine writes it, once.
+pub(super) struct Progress {
+    done: AtomicBool,
+    failure: OnceLock<Error>,
+    /// The rank a message came from.
+    source: AtomicU32,
+    /// What keeps the tensors alive.
+    keep: Mutex<Option<Box<dyn Any + Send + Sync>>>,
+    /// Somebody wants to be told: this goes to the group's list of completed operations.
+    followed: Mutex<Option<u64>>,
+}
+
+impl Work {
+    /// Waits until the operation is done, and no longer than `patience`: true if it is done, false if it
+    /// goes on. The tensors are the program's own again when it is done, whatever the outcome.
+    pub fn wait(&self, patience: Duration) -> Result<bool, Error> {
+        if !self.progress.is_done() {
+            self.wheel.wait(&self.progress, Instant::now().checked_add(patience));
+        }
+        match self.progress.is_done() {
+            true => self.progress.failure().map_or(Ok(true), Err),
+            false => Ok(false),
+        }
+    }
+
+    /// Whether it is done, and well or not.
+    pub fn is_done(&self) -> bool {
+        self.progress.is_done()
+    }
+
+    /// Why it failed, if it did.
+    pub fn failure(&self) -> Option<Error> {
+        self.progress.failure()
+    }
+
+    /// The rank that a received message came from.
+    pub fn source(&self) -> Option<u16> {
+        u16::try_from(self.progress.source.load(Ordering::Relaxed)).ok()
+    }
+
+    /// Has [`Group::completed`](super::Group::completed) report `name` when it is done. False if it is done
+    /// already, and then nothing is reported.
+    pub fn follow(&self, name: u64) -> bool {
+        let mut followed = self.progress.lock_followed();
+        if self.progress.is_done() {
+            return false;
+        }
+        *followed = Some(name);
+        // Somebody other than a waiting thread has to see it through.
+        self.wheel.kick();
+        true
+    }
+
+    /// Drops what kept the tensors alive, if the operation is done: here, rather than where the last
+    /// reference to it goes.
+    pub fn release(&self) {
+        if self.progress.is_done() {
+            drop(self.progress.take_keep());
+        }
+    }
+}
+
+impl fmt::Debug for Work {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Work({})", if self.is_done() { "done" } else { "under way" })
+    }
+}
+
+impl Progress {
+    pub(super) fn new(keep: Box<dyn Any + Send + Sync>) -> Self {
+        Self {
+            done: AtomicBool::new(false),
+            failure: OnceLock::new(),
+            source: AtomicU32::new(u32::MAX),
+            keep: Mutex::new(Some(keep)),
+            followed: Mutex::new(None),
+        }
+    }
+
+    pub(super) fn is_done(&self) -> bool {
+        self.done.load(Ordering::SeqCst)
+    }
+
+    pub(super) fn set_source(&self, rank: u16) {
+        self.source.store(rank.into(), Ordering::Relaxed);
+    }
+
+    /// The operation is over. Returns the name it is followed by, if it is.
+    pub(super) fn finish(&self, outcome: Result<(), Error>) -> Option<u64> {
+        if let Err(error) = outcome {
+            let _ = self.failure.set(error);
+        }
+        let mut followed = self.lock_followed();
+        self.done.store(true, Ordering::SeqCst);
+        followed.take()
+    }
+
+    fn failure(&self) -> Option<Error> {
+        self.failure.get().cloned()
+    }
+
+    fn take_keep(&self) -> Option<Box<dyn Any + Send + Sync>> {
+        self.keep.lock().unwrap_or_else(PoisonError::into_inner).take()
+    }
+
+    fn lock_followed(&self) -> std::sync::MutexGuard<'_, Option<u64>> {
+        self.followed.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
