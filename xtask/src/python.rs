@@ -9,14 +9,16 @@ const PACKAGE: &str = "bindings/python";
 /// A virtual environment of its own.
 const ENV: &str = "bindings/python/.env";
 /// What has to be importable before the package is built.
-const NEEDS: &str = "import maturin, numpy, pytest, torch";
+const NEEDS: &str = "import expecttest, maturin, numpy, pytest, torch";
 
-/// Builds the package into its own environment and runs its tests, and the examples.
+/// Builds the package into its own environment and runs its tests, the examples among them, and PyTorch's
+/// own tests of `torch.distributed` against the backend.
 pub(crate) fn test() -> Result<Outcome> {
     let python = prepare()?;
     succeed(
         command(&[&python, "-m", "pytest", "-q", "--durations=3"]).arg(format!("{PACKAGE}/tests")),
     )?;
+    succeed(&mut command(&[&python, &format!("{PACKAGE}/tests/pytorch_suite.py")]))?;
     Ok(Outcome::Passed)
 }
 

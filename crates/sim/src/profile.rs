@@ -362,7 +362,8 @@ where
     }
 }
 
-const PROFILES: [(&str, &str); 2] = [
+const PROFILES: [(&str, &str); 3] = [
+    ("h200", include_str!("../profiles/h200.toml")),
     ("titan-x", include_str!("../profiles/titan-x.toml")),
     ("titan-x-tensorflow", include_str!("../profiles/titan-x-tensorflow.toml")),
 ];

@@ -33,7 +33,7 @@ pub(crate) struct Flags {
     #[arg(long, short = 'k', value_name = "K", default_value = "32", value_parser = positive, help_heading = MODEL)]
     batch: usize,
 
-    /// How fast a worker computes: titan-x, titan-x-tensorflow, or a TOML file that 'poseidon
+    /// How fast a worker computes: titan-x, titan-x-tensorflow, h200, or a TOML file that 'poseidon
     /// profile' wrote.
     #[arg(long, value_name = "NAME|FILE", default_value = "titan-x", help_heading = MODEL)]
     profile: String,

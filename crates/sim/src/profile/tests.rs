@@ -139,3 +139,15 @@ fn malformed_profiles_are_refused_with_file_line_and_field() {
     let error = Profile::named("titanx2").unwrap_err().to_string();
     assert!(error.contains("did you mean 'titan-x'?"), "{error}");
 }
+
+#[test]
+fn the_measured_gpu_has_times_for_every_model_of_the_zoo() {
+    let profile = Profile::named("h200").unwrap();
+    for name in zoo::names() {
+        let (times, basis) = profile.times(&model(name), 32).unwrap();
+        assert!(matches!(basis, Basis::Measured { .. }), "{name}: {basis:?}");
+        assert!(times.iter().any(|t| t.forward > 0.0 && t.backward > 0.0), "{name}");
+    }
+    // Ten years of devices lie between them.
+    assert!(step("h200", "vgg19", 32) * 10.0 < step("titan-x", "vgg19", 32));
+}
