@@ -606,7 +606,11 @@ class ProcessGroup(_Named, dist.ProcessGroup):
     """What `init_process_group` and `new_group` return."""
 
     def __init__(self, store, rank, size, operations):
-        super().__init__(store, rank, size)
+        try:
+            super().__init__(store, rank, size)
+        except TypeError:
+            # In some versions of torch, 2.11 among them, a class in Python can only be made this way.
+            super().__init__(rank, size)
         self._operations = operations
         kind = dist.ProcessGroup.BackendType.CUSTOM
         # Held here: C++ does not keep the Python side of a backend alive.

@@ -110,6 +110,10 @@ class Unit:
             with torch.no_grad():
                 for p, part in self.slices(self.values):
                     p.copy_(part)
+        self.note_versions()
+
+    def note_versions(self) -> None:
+        """From here on, whoever else changes a parameter is noticed."""
         self.versions = [p._version for p in self.parameters]
 
     def _gradient(self) -> Tensor:

@@ -502,7 +502,8 @@ class DistributedDataParallel(nn.Module):
                 self._session.broadcast(unit.index, memory(unit.take_parameters()))
             for unit in self._units:
                 self._session.receive(unit.index)
-                unit.land_parameters()
+                # All workers have these values already, and the graph this backward goes through, too.
+                unit.note_versions()
             self._rule._restore()
 
     _sessions_started = 0
