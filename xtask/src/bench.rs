@@ -8,6 +8,7 @@ mod links;
 mod measurement;
 mod plot;
 mod record;
+mod scale;
 mod size;
 mod summary;
 mod targets;
@@ -25,6 +26,8 @@ pub(crate) enum Bench {
     Links(links::Args),
     /// Exactness, convergence, overhead and speed of `poseidon train`; parts of it need root
     Train(train::Args),
+    /// The simulator beside real runs on virtual clusters with pretended computing
+    Scale(scale::Args),
 }
 
 /// Runs one benchmark.
@@ -33,5 +36,6 @@ pub(crate) fn run(bench: &Bench) -> Result<()> {
         Bench::Exchange(args) => exchange::run(args),
         Bench::Links(args) => links::run(args),
         Bench::Train(args) => train::run(args),
+        Bench::Scale(args) => scale::run(args),
     }
 }
