@@ -168,7 +168,7 @@ fn advice(said: &str) -> &'static str {
         " (this process may make network namespaces but not use them: try as root, or set the sysctl \
          kernel.apparmor_restrict_unprivileged_userns to 0)"
     } else if said.contains("Unknown qdisc") || said.contains("qdisc kind is unknown") {
-        " (the kernel lacks this kind of queue: load the modules sch_tbf and sch_netem)"
+        " (the kernel lacks this kind of queue: it is the module sch_tbf, or sch_netem for --delay)"
     } else {
         ""
     }

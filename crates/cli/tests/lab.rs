@@ -48,13 +48,24 @@ fn every_node_is_told_who_it_is_and_has_one_link() {
     }
     let script = "echo $RANK $WORLD_SIZE $LOCAL_RANK $MASTER_ADDR $MASTER_PORT ${#POSEIDON_SECRET} \
                   $(grep -c eth0: /proc/net/dev)";
-    let run = lab(&["--nodes", "2", "--delay", "1ms"], "sh", &["-c", script]);
+    let run = lab(&["--nodes", "2"], "sh", &["-c", script]);
     assert_eq!(run.code, Some(0), "{run:?}");
     let mut lines: Vec<_> = run.stdout.lines().collect();
     lines.sort_unstable();
     let expected = ["[0] 0 2 0 10.77.0.1 29500 64 1", "[1] 1 2 0 10.77.0.1 29500 64 1"];
     assert_eq!(lines, expected, "{run:?}");
     assert!(run.stderr.contains("each node sent"), "{run:?}");
+}
+
+#[test]
+fn a_delay_the_kernel_cannot_make_is_refused_with_the_reason() {
+    if !can_make_namespaces() {
+        return;
+    }
+    let run = lab(&["-n", "2", "--delay", "1ms"], "true", &[]);
+    let netem = succeeds("sh", &["-c", &format!("{} sh -c '{NETEM}'", unshare().join(" "))]);
+    assert_eq!(run.code, Some(if netem { 0 } else { 1 }), "{run:?}");
+    assert!(netem || run.stderr.contains("sch_netem"), "{run:?}");
 }
 
 #[test]
@@ -101,9 +112,7 @@ fn a_killed_lab_leaves_nothing_behind() {
 fn users_need_no_root_where_they_may_have_namespaces() {
     let user = ["--reuid=65534", "--regid=65534", "--clear-groups"];
     let may = |words: &[&str]| succeeds("setpriv", &[&user[..], words].concat());
-    if !can_make_namespaces()
-        || !may(&["unshare", "--user", "--map-root-user", "--net", "ip", "link", "set", "lo", "up"])
-    {
+    if !can_make_namespaces() || !may(&[&["unshare"][..], &AS_USER, &LOOPBACK].concat()) {
         skipped("a user without root, and user namespaces for that user");
         return;
     }
@@ -159,13 +168,18 @@ fn lab(flags: &[&str], program: &str, args: &[&str]) -> Run {
 /// Asks others than the command under test.
 fn can_make_namespaces() -> bool {
     let tools = succeeds("ip", &["-V"]) && succeeds("tc", &["-V"]);
-    let root = succeeds("unshare", &["--net", "ip", "link", "set", "lo", "up"]);
-    let words = ["--user", "--map-root-user", "--net", "ip", "link", "set", "lo", "up"];
-    let possible = tools && (root || succeeds("unshare", &words));
+    let unshare = unshare();
+    let possible = tools && succeeds(unshare[0], &[&unshare[1..], &LOOPBACK].concat());
     if !possible {
         skipped("ip and tc (package iproute2), unshare (util-linux), and root or user namespaces");
     }
     possible
+}
+
+/// How a shell would run something in a network of its own: as root, if that is possible.
+fn unshare() -> Vec<&'static str> {
+    let root = succeeds("unshare", &[&["--net"][..], &LOOPBACK].concat());
+    if root { vec!["unshare", "--net"] } else { [&["unshare"][..], &AS_USER].concat() }
 }
 
 /// Past the test harness, which swallows what passing tests print.
@@ -194,6 +208,10 @@ fn namespaces_in_use() -> BTreeSet<String> {
     links.map(|link| link.to_string_lossy().into_owned()).collect()
 }
 
+const AS_USER: [&str; 3] = ["--user", "--map-root-user", "--net"];
+const LOOPBACK: [&str; 5] = ["ip", "link", "set", "lo", "up"];
+const NETEM: &str =
+    "ip link add a type veth peer name b && tc qdisc add dev a root netem delay 1ms";
 /// Of this machine.
 const INTERFACES: &str = "/sys/class/net";
 const PATIENCE: Duration = Duration::from_secs(60);
