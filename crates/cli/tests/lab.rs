@@ -130,6 +130,29 @@ fn users_need_no_root_where_they_may_have_namespaces() {
 }
 
 #[test]
+fn pretended_training_moves_the_bytes_the_simulator_predicts() {
+    if !can_make_namespaces() {
+        return;
+    }
+    let mut command = Command::new(env!("CARGO_BIN_EXE_poseidon"));
+    command.args(["bench", "scale", "--model", "cifar10-quick", "--nodes", "1,3", "--steps", "4"]);
+    command.args(["--scheme", "ps,sfb", "--bandwidth", "1gbit", "--dilate", "10", "--json"]);
+    let run = Run::of(command.output().unwrap());
+    assert_eq!(run.code, Some(0), "{run:?}");
+    let report: serde_json::Value = serde_json::from_str(&run.stdout).unwrap();
+    let rows = report["rows"].as_array().unwrap();
+    let told: Vec<_> =
+        rows.iter().map(|row| (row["nodes"].as_u64(), row["scheme"].as_str())).collect();
+    let runs = [(1, "ps"), (3, "ps"), (1, "sfb"), (3, "sfb")];
+    assert_eq!(told, runs.map(|(nodes, scheme)| (Some(nodes), Some(scheme))));
+    for row in rows {
+        let number = |key: &str| row[key].as_f64().unwrap_or_else(|| panic!("{key} of {row}"));
+        assert!(number("bytes_deviation").abs() < 0.02, "{row}");
+        assert_eq!(number("bytes_per_node") == 0.0, row["nodes"] == 1, "{row}");
+    }
+}
+
+#[test]
 fn what_no_cluster_has_is_refused() {
     let cases = [
         (["--nodes", "0", "--rate", "1gbit"], "0 is not in 1..=1000"),
