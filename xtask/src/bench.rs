@@ -10,6 +10,7 @@ mod links;
 mod measurement;
 mod plot;
 mod record;
+mod scale;
 mod size;
 mod summary;
 mod targets;
@@ -30,6 +31,8 @@ pub(crate) enum Bench {
     Torch(torch::Args),
     /// Exactness, convergence, overhead and speed of `poseidon train`; parts of it need root
     Train(train::Args),
+    /// The simulator beside real runs on virtual clusters with pretended computing
+    Scale(scale::Args),
 }
 
 /// Runs one benchmark.
@@ -39,5 +42,6 @@ pub(crate) fn run(bench: &Bench) -> Result<()> {
         Bench::Links(args) => links::run(args),
         Bench::Torch(args) => torch::run(args),
         Bench::Train(args) => train::run(args),
+        Bench::Scale(args) => scale::run(args),
     }
 }

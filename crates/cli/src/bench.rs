@@ -3,6 +3,7 @@
 mod exchange;
 mod overhead;
 mod report;
+mod scale;
 mod worker;
 
 use std::process::ExitCode;
@@ -18,6 +19,7 @@ pub(crate) struct Args {
 enum What {
     Exchange(exchange::Args),
     Overhead(overhead::Args),
+    Scale(Box<scale::Args>),
 }
 
 /// Runs the measurement.
@@ -25,5 +27,6 @@ pub(crate) fn run(args: Args) -> anyhow::Result<ExitCode> {
     match args.what {
         What::Exchange(args) => exchange::run(args),
         What::Overhead(args) => overhead::run(args),
+        What::Scale(args) => scale::run(*args),
     }
 }

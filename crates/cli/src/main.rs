@@ -3,9 +3,11 @@
 //! One file per subcommand, each with its `Args` and its `run`; a new one is a file, a line in
 //! [`Command`] and a line in [`Command::run`].
 
+mod bandwidth;
 mod bench;
 mod data;
 mod job;
+mod lab;
 mod launch;
 mod orphan;
 mod plan;
@@ -36,6 +38,7 @@ enum Command {
     Profile(profile::Args),
     Data(data::Args),
     Launch(launch::Args),
+    Lab(lab::Args),
     Serve(serve::Args),
     Query(query::Args),
     Bench(bench::Args),
@@ -49,6 +52,7 @@ impl Command {
             Self::Profile(args) => profile::run(args),
             Self::Data(args) => data::run(args),
             Self::Launch(args) => launch::run(args),
+            Self::Lab(args) => lab::run(args),
             Self::Serve(args) => serve::run(args),
             Self::Query(args) => query::run(args),
             Self::Bench(args) => bench::run(args),
@@ -104,6 +108,9 @@ Examples:
 
   Train with four workers on this machine, each also a server:
     poseidon launch -n 4 -- python train.py --epochs 10
+
+  The same on four virtual machines with 1 Gbit/s between them:
+    poseidon lab --nodes 4 --rate 1gbit -- python train.py --epochs 10
 
   See what a subcommand can do:
     poseidon launch --help

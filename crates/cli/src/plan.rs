@@ -1,7 +1,6 @@
 //! `poseidon plan`: what a training job would do, before there is a cluster.
 
 mod advice;
-mod bandwidth;
 mod described;
 mod fold;
 mod forecast;
@@ -10,9 +9,9 @@ mod question;
 mod search;
 mod text;
 
-pub(crate) use bandwidth::Bandwidth;
-pub(crate) use question::{Question, file};
+pub(crate) use question::{Question, duration, file, positive};
 
+use crate::bandwidth::Bandwidth;
 use crate::train::report::write_whole;
 use anyhow::Context;
 use forecast::{Effort, Forecast, LayerForecast};

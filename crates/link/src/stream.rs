@@ -16,6 +16,14 @@ use std::time::{Duration, Instant};
 /// links of 1 Gbit/s, no size stood out from the noise; 128 KiB was slower on loopback.
 pub const SOCKET_BUFFER: usize = 1 << 20;
 
+/// Bytes that wait in a socket before they are sent, at most: two batches of a lane.
+///
+/// What a socket has taken, no urgent frame can overtake. Eight nodes at 200 Mbit/s that train VGG19
+/// by parameter server, an eighth of it, took 6.7 s an iteration without a limit, 6.03 s with this
+/// one and 5.95 s with a quarter of it, which costs a tenth more CPU time; 5.63 s is computing.
+#[cfg(target_os = "linux")]
+const UNSENT: u32 = 256 << 10;
+
 /// A connection whose other end has been authenticated, or soon will be. Blocking, with a deadline.
 ///
 /// [`Stream::into_calling_link`] and [`Stream::into_called_link`] turn it into what a lane's event loop works with.
@@ -161,6 +169,8 @@ pub(crate) fn socket_for(address: &SockAddr) -> io::Result<Socket> {
     Ok(socket)
 }
 
+/// Leaves what cannot be sent yet to the lane, which may still reorder it.
+///
 /// Asks for cubic where the machine's default is something else. When every node sends to every
 /// other, eight at 1 Gbit/s used 94-97% of their links with cubic, 92-95% with reno and 86-91% with
 /// bbr. Within a machine bbr took 5-20% less CPU time than cubic, and there the default stays.
@@ -168,6 +178,10 @@ fn share_the_wire(socket: &Socket) {
     #[cfg(target_os = "linux")]
     if let Err(error) = socket.set_tcp_congestion(b"cubic") {
         tracing::debug!(%error, "the machine's congestion control stays as it is");
+    }
+    #[cfg(target_os = "linux")]
+    if let Err(error) = socket.set_tcp_notsent_lowat(UNSENT) {
+        tracing::debug!(%error, "urgent frames may wait for a full socket");
     }
     let _ = socket;
 }

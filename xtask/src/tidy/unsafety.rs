@@ -12,6 +12,7 @@ const UNSAFE_FILES: &[(&str, &str)] = &[
     ("bindings/python/src/lib.rs", "tensors of Python programs, by address"),
     ("crates/link/src/shared.rs", "rings in memory two processes share"),
     ("crates/cli/src/orphan.rs", "a hook between fork and exec"),
+    ("crates/cli/src/lab/namespace.rs", "namespaces, and a hook between fork and exec"),
 ];
 
 /// How far above `unsafe` its proof may begin.

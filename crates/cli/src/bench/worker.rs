@@ -191,7 +191,8 @@ impl Reference {
     }
 }
 
-fn process_cpu() -> Duration {
+/// What this process has used of the processors so far.
+pub(crate) fn process_cpu() -> Duration {
     cpu_clock(ClockId::ProcessCPUTime)
 }
 

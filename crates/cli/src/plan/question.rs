@@ -1,7 +1,7 @@
 //! What is asked: flags become a cluster, a model and a network, or a message that says why not.
 
-use super::Bandwidth;
 use super::described;
+use crate::bandwidth::Bandwidth;
 use anyhow::{Context, bail, ensure};
 use poseidon_core::{ChunkSize, Cluster, Servers};
 use poseidon_sim::profile::{Basis, Profile};
@@ -212,7 +212,7 @@ fn network(name: &str, bandwidth: Bandwidth) -> anyhow::Result<Network> {
     }
 }
 
-fn positive(text: &str) -> Result<usize, String> {
+pub(crate) fn positive(text: &str) -> Result<usize, String> {
     match text.parse::<usize>() {
         Ok(0) => Err("must be at least 1".into()),
         Ok(number) => Ok(number),
@@ -221,7 +221,7 @@ fn positive(text: &str) -> Result<usize, String> {
 }
 
 /// `50us`, `1.5ms`, `0s`.
-fn duration(text: &str) -> Result<Duration, String> {
+pub(crate) fn duration(text: &str) -> Result<Duration, String> {
     let wrong = || format!("expected a time such as 50us, 1ms or 0s, got '{text}'");
     let end = text.find(|c: char| !(c.is_ascii_digit() || c == '.')).ok_or_else(wrong)?;
     let (number, unit) = text.split_at(end);

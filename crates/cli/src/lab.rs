@@ -1,0 +1,217 @@
+//! `poseidon lab`: a virtual cluster on this machine.
+
+mod cluster;
+mod iproute;
+mod namespace;
+
+pub(crate) use cluster::{Carried, Lab, MOST_NODES, Shape};
+
+use crate::bandwidth::Bandwidth;
+use crate::plan::duration;
+use crate::supervise::{self, Options};
+use std::ffi::OsString;
+use std::io;
+use std::process::{Command, ExitCode};
+use std::time::Duration;
+
+/// Run CMD on every node of a virtual cluster: machines with slow links, inside this one.
+///
+/// Every node has a network of its own, connected to a switch by a link of --rate, each way. Nodes
+/// reach each other and nothing else; files, processors and memory are this machine's. CMD finds in
+/// its environment what torchrun would tell it (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR,
+/// MASTER_PORT) and a secret for the cluster (POSEIDON_SECRET), so poseidon and torch.distributed
+/// programs run as they are. Its lines are printed with its rank before them.
+///
+/// When a node's command fails, the others are ended within two seconds, and the exit status is that
+/// command's. Ctrl-C is passed on; a second one kills. Nothing stays behind, not even after a crash,
+/// and any number of labs can run side by side.
+///
+/// Needs Linux with `ip` and `tc` (package iproute2), and either root or a kernel that lets users
+/// make user namespaces. In a user namespace CMD believes to be root, with your own rights.
+#[derive(clap::Args, Debug)]
+#[command(after_help = EXAMPLES)]
+pub(crate) struct Args {
+    /// Machines to pretend.
+    #[arg(long, short = 'n', value_name = "N", value_parser = clap::value_parser!(u16).range(1..=i64::from(MOST_NODES)))]
+    nodes: u16,
+
+    /// Of every node's link, each way: 1gbit, 200mbit.
+    #[arg(
+        long,
+        short = 'r',
+        value_name = "RATE",
+        default_value = "1gbit",
+        allow_hyphen_values = true
+    )]
+    rate: Bandwidth,
+
+    /// From one node to another, one way, on top of the few dozen microseconds this machine takes:
+    /// 50us, 1ms.
+    #[arg(long, value_name = "TIME", default_value = "0s", value_parser = duration, allow_hyphen_values = true)]
+    delay: Duration,
+
+    /// TCP's congestion control between nodes.
+    #[arg(long, value_name = "NAME", default_value = "cubic")]
+    congestion: String,
+
+    /// Print a line per node at the end, on standard output: its rank, bytes sent, bytes received,
+    /// headers included.
+    #[arg(long)]
+    bytes: bool,
+
+    /// The program each node runs, and its arguments.
+    #[arg(last = true, required = true, value_name = "CMD")]
+    command: Vec<OsString>,
+}
+
+/// Why there is no virtual cluster.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub(crate) enum LabError {
+    /// A program of iproute2 is not there.
+    #[error(
+        "a virtual cluster needs '{name}', which is not installed: it is in the package iproute2 (Debian, \
+         Ubuntu, Alpine) or iproute and iproute-tc (Fedora)"
+    )]
+    NoTool {
+        /// Which.
+        name: &'static str,
+    },
+    /// The kernel gives this process no network namespace.
+    #[error(
+        "a virtual cluster needs network namespaces: as root, or in a user namespace where users may have \
+         one (check that the sysctls user.max_user_namespaces and kernel.unprivileged_userns_clone are not \
+         0 and kernel.apparmor_restrict_unprivileged_userns is not 1; a container needs CAP_SYS_ADMIN)"
+    )]
+    Refused {
+        /// What it said.
+        source: io::Error,
+    },
+    /// A program of iproute2 could not be run.
+    #[error("cannot run '{name}' in a network namespace")]
+    Start {
+        /// Which.
+        name: &'static str,
+        /// What the system said.
+        source: io::Error,
+    },
+    /// A program of iproute2 did not do what it was told.
+    #[error("'{name} {what}' failed: {said}{}", advice(said))]
+    Tool {
+        /// Which.
+        name: &'static str,
+        /// What it was told.
+        what: String,
+        /// What it said.
+        said: String,
+    },
+    /// What `tc` counted cannot be read.
+    #[error("'tc -s -j qdisc show' printed something else than its counters")]
+    Counters {
+        /// What is wrong with it.
+        source: serde_json::Error,
+    },
+}
+
+impl LabError {
+    fn refused(source: io::Error) -> Self {
+        Self::Refused { source }
+    }
+}
+
+/// Runs the command on every node and returns when all have ended.
+pub(crate) fn run(args: Args) -> anyhow::Result<ExitCode> {
+    Lab::prepare()?;
+    let lab = Lab::up(&Shape {
+        nodes: args.nodes,
+        rate: args.rate,
+        delay: args.delay,
+        congestion: args.congestion,
+    })?;
+    let command = || {
+        let mut command = Command::new(&args.command[0]);
+        command.args(&args.command[1..]);
+        command
+    };
+    let outcome = supervise::run(lab.processes(command)?, Options::default())?;
+    match lab.carried() {
+        Ok(carried) if args.bytes => {
+            for (rank, Carried { sent, received }) in carried.iter().enumerate() {
+                println!("{rank} {sent} {received}");
+            }
+        }
+        Ok(carried) => tracing::info!("{}", closing_line(&carried)),
+        // How the command ended is what was asked for.
+        Err(error) => tracing::warn!("bytes were not counted: {error}"),
+    }
+    Ok(outcome.tell())
+}
+
+/// "each node sent 1.2 to 1.3 MB and received 1.2 MB, headers included".
+fn closing_line(carried: &[Carried]) -> String {
+    let range = |bytes: fn(&Carried) -> u64| {
+        let shown = |bytes: Option<u64>| format!("{:.1}", bytes.unwrap_or(0) as f64 / 1e6);
+        let (least, most) = (carried.iter().map(bytes).min(), carried.iter().map(bytes).max());
+        match (shown(least), shown(most)) {
+            (least, most) if least == most => format!("{most} MB"),
+            (least, most) => format!("{least} to {most} MB"),
+        }
+    };
+    format!(
+        "each node sent {} and received {}, headers included",
+        range(|c| c.sent),
+        range(|c| c.received)
+    )
+}
+
+/// What helps against the refusals that people meet.
+fn advice(said: &str) -> &'static str {
+    if said.contains("not permitted") {
+        " (this process may make network namespaces but not use them: try as root, or set the sysctl \
+         kernel.apparmor_restrict_unprivileged_userns to 0)"
+    } else if said.contains("Unknown qdisc") || said.contains("qdisc kind is unknown") {
+        " (the kernel lacks this kind of queue: it is the module sch_tbf, or sch_netem for --delay)"
+    } else {
+        ""
+    }
+}
+
+const EXAMPLES: &str = "\
+Examples:
+  Train on eight nodes with 1 Gbit/s and 50 microseconds between them:
+    poseidon lab --nodes 8 --rate 1gbit --delay 50us -- poseidon train
+
+  The same by PyTorch's own means, to compare:
+    poseidon lab --nodes 8 --rate 1gbit -- python train_ddp.py
+
+  How long 100 MB of gradients take on 200 Mbit/s:
+    poseidon lab -n 4 -r 200mbit -- poseidon bench exchange --in-cluster --bytes 100MB
+
+  Look around on a node:
+    poseidon lab -n 2 -- sh -c 'hostname; ip addr show eth0; env | grep MASTER'";
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_closing_line_has_a_range_where_nodes_differ() {
+        let carried =
+            [Carried { sent: 1_200_000, received: 5 }, Carried { sent: 1_260_000, received: 9 }];
+        assert_eq!(
+            closing_line(&carried),
+            "each node sent 1.2 to 1.3 MB and received 0.0 MB, headers included"
+        );
+    }
+
+    #[test]
+    fn refusals_come_with_advice() {
+        let error = LabError::Tool {
+            name: "ip",
+            what: "link add bridge type bridge".into(),
+            said: "RTNETLINK answers: Operation not permitted".into(),
+        };
+        assert!(error.to_string().contains("try as root"), "{error}");
+        assert!(LabError::NoTool { name: "tc" }.to_string().contains("iproute2"));
+    }
+}

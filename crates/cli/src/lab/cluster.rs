@@ -1,0 +1,232 @@
+//! The virtual cluster itself: a switch, nodes, and the limited links between them.
+//!
+//! Every node is a network namespace with one interface, `eth0`, whose other end is a port of a
+//! bridge in a namespace of its own. What leaves a node is held back at its own end, what arrives at
+//! the bridge's: queued, as in a switch, and dropped only when the queue is full.
+//!
+//! No namespace has a name and nothing is written anywhere: all of it is held by this process and by
+//! what it starts, and goes with them, however they end.
+
+use super::LabError;
+use super::iproute::Tool;
+use super::namespace::{self, Namespace};
+use crate::bandwidth::Bandwidth;
+use crate::supervise::{Process, Role};
+use poseidon::Secret;
+use serde::{Deserialize, Serialize};
+use std::net::Ipv4Addr;
+use std::process::Command;
+use std::time::Duration;
+
+/// What a cluster is like.
+#[derive(Clone, Debug)]
+pub(crate) struct Shape {
+    pub(crate) nodes: u16,
+    /// Of every node's link, each way.
+    pub(crate) rate: Bandwidth,
+    /// From one node to another, one way, on top of what the machine itself takes.
+    pub(crate) delay: Duration,
+    /// Of TCP between nodes, whatever the machine's own is.
+    pub(crate) congestion: String,
+}
+
+/// A cluster that is up. It is down when this is dropped and the programs on it have ended.
+#[derive(Debug)]
+pub(crate) struct Lab {
+    switch: Namespace,
+    nodes: Vec<Namespace>,
+    secret: Secret,
+}
+
+/// Bytes that a node's link has carried, with Ethernet, IP and TCP headers.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+pub(crate) struct Carried {
+    pub(crate) sent: u64,
+    pub(crate) received: u64,
+}
+
+/// Nodes that one bridge holds with room to spare.
+pub(crate) const MOST_NODES: u16 = 1000;
+
+impl Lab {
+    /// Gets this process ready to have clusters. Must be called while it has one thread.
+    pub(crate) fn prepare() -> Result<(), LabError> {
+        Tool::Ip.find()?;
+        Tool::Tc.find()?;
+        namespace::prepare().map_err(LabError::refused)
+    }
+
+    /// Makes a cluster.
+    pub(crate) fn up(shape: &Shape) -> Result<Self, LabError> {
+        let namespace = || Namespace::new().map_err(LabError::refused);
+        let nodes: Vec<_> = (0..shape.nodes).map(|_| namespace()).collect::<Result<_, _>>()?;
+        let secret = Secret::random().map_err(LabError::refused)?;
+        let lab = Self { switch: namespace()?, nodes, secret };
+        lab.connect(shape)?;
+        lab.limit(shape)?;
+        Ok(lab)
+    }
+
+    /// A process for every node; `command` makes each one's.
+    pub(crate) fn processes(
+        &self,
+        command: impl Fn() -> Command,
+    ) -> Result<Vec<Process>, LabError> {
+        let ranks = (0u16..).zip(&self.nodes);
+        let process = |(rank, node): (u16, &Namespace)| {
+            let mut command = command();
+            self.describe(&mut command, rank);
+            node.host(&mut command).map_err(LabError::refused)?;
+            Ok(Process {
+                name: format!("node {rank}"),
+                label: rank.to_string(),
+                command,
+                role: Role::Worker,
+                draws: false,
+            })
+        };
+        ranks.map(process).collect()
+    }
+
+    /// What every node's link has carried so far.
+    pub(crate) fn carried(&self) -> Result<Vec<Carried>, LabError> {
+        let ports = counters(&self.switch)?;
+        let node = |(rank, node): (usize, &Namespace)| {
+            let own = counters(node)?;
+            let of = |counters: &[Counter], device: &str| {
+                counters.iter().find(|c| c.root && c.dev == device).map_or(0, |c| c.bytes)
+            };
+            Ok(Carried { sent: of(&own, NIC), received: of(&ports, &port(rank)) })
+        };
+        self.nodes.iter().enumerate().map(node).collect()
+    }
+
+    fn connect(&self, shape: &Shape) -> Result<(), LabError> {
+        let mut switch = vec![
+            "link add bridge type bridge stp_state 0 mcast_snooping 0".to_owned(),
+            "link set bridge up".to_owned(),
+        ];
+        for (rank, node) in self.nodes.iter().enumerate() {
+            let (port, node) = (port(rank), node.path());
+            switch.push(format!("link add {port} type veth peer name {NIC} netns {node}"));
+            switch.push(format!("link set {port} master bridge up"));
+        }
+        Tool::Ip.batch(&self.switch, &switch)?;
+        for (rank, node) in (0..).zip(&self.nodes) {
+            let own = address(rank);
+            // Congestion control is set on the route: a namespace's default can only be one that
+            // the machine lets everybody use, and the route overrules what a program asks for.
+            let lines = [
+                "link set lo up".to_owned(),
+                format!("addr add {own}/16 dev {NIC}"),
+                format!("link set {NIC} up"),
+                format!(
+                    "route replace 10.77.0.0/16 dev {NIC} proto kernel scope link src {own} congctl {}",
+                    shape.congestion
+                ),
+            ];
+            Tool::Ip.batch(node, &lines)?;
+        }
+        Ok(())
+    }
+
+    fn limit(&self, shape: &Shape) -> Result<(), LabError> {
+        let bits = shape.rate.bits();
+        let burst = (bits / 8.0 * BURST_SECONDS).max(BURST).round();
+        let limit = format!("tbf rate {bits:.0}bit burst {burst} limit {QUEUE}");
+        let ports = (0..self.nodes.len()).map(port);
+        let ports: Vec<_> =
+            ports.map(|port| format!("qdisc replace dev {port} root {limit}")).collect();
+        Tool::Tc.batch(&self.switch, &ports)?;
+        let own = if shape.delay.is_zero() {
+            vec![format!("qdisc replace dev {NIC} root {limit}")]
+        } else {
+            let delay = shape.delay.as_secs_f64() * 1e6;
+            vec![
+                format!(
+                    "qdisc replace dev {NIC} root handle 1: netem delay {delay}us limit 100000"
+                ),
+                format!("qdisc replace dev {NIC} parent 1:1 handle 2: {limit}"),
+            ]
+        };
+        self.nodes.iter().try_for_each(|node| Tool::Tc.batch(node, &own))
+    }
+
+    /// Tells a node who it is, as torchrun would on machines with one process each.
+    fn describe(&self, command: &mut Command, rank: u16) {
+        command
+            .env("RANK", rank.to_string())
+            .env("WORLD_SIZE", self.nodes.len().to_string())
+            .env("LOCAL_RANK", "0")
+            .env("LOCAL_WORLD_SIZE", "1")
+            .env("MASTER_ADDR", address(0).to_string())
+            .env("MASTER_PORT", MASTER_PORT)
+            .env("POSEIDON_SECRET", self.secret.expose())
+            .env("POSEIDON_CLUSTER", "lab")
+            .env("GLOO_SOCKET_IFNAME", NIC)
+            .env("NCCL_SOCKET_IFNAME", NIC);
+        // A node knows nothing of a job that this process may be part of.
+        for name in ["COORDINATOR", "COORDINATOR_SERVED", "SERVER", "ADDRESS"] {
+            command.env_remove(format!("POSEIDON_{name}"));
+        }
+    }
+}
+
+/// What a queue has let through.
+#[derive(Deserialize)]
+struct Counter {
+    dev: String,
+    #[serde(default)]
+    root: bool,
+    #[serde(default)]
+    bytes: u64,
+}
+
+fn counters(namespace: &Namespace) -> Result<Vec<Counter>, LabError> {
+    let text = Tool::Tc.ask(namespace, &["-s", "-j", "qdisc", "show"])?;
+    serde_json::from_slice(&text).map_err(|source| LabError::Counters { source })
+}
+
+fn port(rank: usize) -> String {
+    format!("port{rank}")
+}
+
+/// 10.77.0.1 for rank 0.
+fn address(rank: u16) -> Ipv4Addr {
+    let [high, low] = (rank + 1).to_be_bytes();
+    Ipv4Addr::new(10, 77, high, low)
+}
+
+/// A node's only interface.
+const NIC: &str = "eth0";
+/// torch's usual one. Nobody else is there to have taken it.
+const MASTER_PORT: &str = "29500";
+/// Chosen by measurement at 1 Gbit/s: with 16 KB a third of the rate goes into retransmissions.
+const BURST: f64 = 131_072.0;
+/// What a link carries between two looks of the kernel's timer, with a reserve; counts above 4 Gbit/s.
+const BURST_SECONDS: f64 = 250e-6;
+/// In bytes. One that cannot hold many segments of 64 KB lets almost nothing through.
+const QUEUE: u32 = 2 << 20;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn addresses_go_on_after_a_byte_is_full() {
+        assert_eq!(address(0).to_string(), "10.77.0.1");
+        assert_eq!(address(255).to_string(), "10.77.1.0");
+        assert_eq!(address(MOST_NODES - 1).to_string(), "10.77.3.232");
+    }
+
+    #[test]
+    fn counters_are_read_as_tc_prints_them() {
+        let text = r#"[{"kind":"noqueue","handle":"0:","dev":"lo","root":true,"bytes":0},
+            {"kind":"netem","handle":"1:","dev":"eth0","root":true,"bytes":700,"drops":0},
+            {"kind":"tbf","handle":"2:","dev":"eth0","parent":"1:1","bytes":600}]"#;
+        let counters: Vec<Counter> = serde_json::from_str(text).unwrap();
+        let roots: Vec<_> = counters.iter().filter(|c| c.root && c.dev == NIC).collect();
+        assert_eq!(roots.len(), 1);
+        assert_eq!(roots[0].bytes, 700);
+    }
+}
