@@ -5,6 +5,7 @@
 
 mod bench;
 mod data;
+mod figures;
 mod job;
 mod launch;
 mod orphan;
@@ -34,6 +35,7 @@ enum Command {
     Train(Box<train::Args>),
     Plan(Box<plan::Args>),
     Profile(profile::Args),
+    Figures(figures::Args),
     Data(data::Args),
     Launch(launch::Args),
     Serve(serve::Args),
@@ -47,6 +49,7 @@ impl Command {
             Self::Train(args) => train::run(*args),
             Self::Plan(args) => plan::run(*args),
             Self::Profile(args) => profile::run(args),
+            Self::Figures(args) => figures::run(args),
             Self::Data(args) => data::run(args),
             Self::Launch(args) => launch::run(args),
             Self::Serve(args) => serve::run(args),

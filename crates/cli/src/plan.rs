@@ -11,6 +11,7 @@ mod search;
 mod text;
 
 pub(crate) use bandwidth::Bandwidth;
+pub(crate) use forecast::simulate_all;
 pub(crate) use question::{Question, file};
 
 use crate::train::report::write_whole;
