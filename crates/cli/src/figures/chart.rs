@@ -150,7 +150,7 @@ impl Plot {
             At((left + right) / 2.0),
             At(bottom + 34.0),
             panel.x.label,
-            At(left - 38.0),
+            At(left - 42.0),
             At((top + bottom) / 2.0),
             panel.y.label,
         );
@@ -322,7 +322,7 @@ impl<'a> Legend<'a> {
 
 /// Nobody knows the reader's font: half an em and a bit for every letter.
 fn entry_width(text: &str) -> f64 {
-    28.0 + text.chars().count() as f64 * 6.4 + 18.0
+    28.0 + text.chars().count() as f64 * 6.8 + 16.0
 }
 
 /// The names of all series, in order of appearance.
@@ -398,10 +398,10 @@ const INK: &str = "#1a1f26";
 const MUTED: &str = "#5b6572";
 const GREY: &str = "#98a3b0";
 /// Space around, in pixels: at the left of all panels, and above them.
-const SIDE: f64 = 8.0;
+const SIDE: f64 = 10.0;
 const TOP: f64 = 10.0;
 /// A panel with its labels, and the plot in it.
-const PANEL: (f64, f64) = (330.0, 296.0);
+const PANEL: (f64, f64) = (334.0, 296.0);
 const PLOT: (f64, f64) = (266.0, 220.0);
 /// Of the legend.
 const LINE: f64 = 22.0;

@@ -103,7 +103,7 @@ pub(super) fn bandwidth() -> anyhow::Result<Figure> {
     let mut panels = Vec::new();
     for model in ["googlenet", "vgg19", "vgg19-22k"] {
         let mut series = Vec::new();
-        for system in [WAIT_FREE, HYBRID] {
+        for system in [SEQUENTIAL, WAIT_FREE, HYBRID] {
             let mut points = Vec::new();
             for gbit in [1.0, 2.0, 5.0, 10.0, 20.0, 30.0, 40.0] {
                 let paper = stated.iter().find(|s| gbit == 10.0 && (s.0, s.1) == (model, system));
