@@ -66,8 +66,9 @@ pub(super) fn ablation() -> anyhow::Result<Figure> {
 }
 
 fn communicated(title: &str, x: Direction, places: &[(f64, u16, usize)]) -> anyhow::Result<Panel> {
+    type Strategy = (&'static str, SchemeRule, fn(&Setting) -> f64);
     let (m, n) = (4096, 4096);
-    let strategies: [(&str, SchemeRule, fn(&Setting) -> f64); 3] = [
+    let strategies: [Strategy; 3] = [
         ("full matrices", SchemeRule::Ps, total::matrices),
         ("factors, from worker to worker", SchemeRule::Sfb, total::broadcast),
         ("factors to the server, matrices back", SchemeRule::Adam, total::adam),

@@ -134,7 +134,7 @@ pub(crate) fn simulate_all(
     };
     std::thread::scope(|scope| {
         for _ in 0..threads {
-            scope.spawn(&work);
+            scope.spawn(work);
         }
     });
     outcomes
