@@ -6,6 +6,7 @@
 mod bandwidth;
 mod bench;
 mod data;
+mod figures;
 mod job;
 mod lab;
 mod launch;
@@ -36,6 +37,7 @@ enum Command {
     Train(Box<train::Args>),
     Plan(Box<plan::Args>),
     Profile(profile::Args),
+    Figures(figures::Args),
     Data(data::Args),
     Launch(launch::Args),
     Lab(lab::Args),
@@ -50,6 +52,7 @@ impl Command {
             Self::Train(args) => train::run(*args),
             Self::Plan(args) => plan::run(*args),
             Self::Profile(args) => profile::run(args),
+            Self::Figures(args) => figures::run(args),
             Self::Data(args) => data::run(args),
             Self::Launch(args) => launch::run(args),
             Self::Lab(args) => lab::run(args),

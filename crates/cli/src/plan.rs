@@ -9,6 +9,7 @@ mod question;
 mod search;
 mod text;
 
+pub(crate) use forecast::simulate_all;
 pub(crate) use question::{Question, duration, file, positive};
 
 use crate::bandwidth::Bandwidth;

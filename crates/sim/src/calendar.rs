@@ -1,7 +1,6 @@
 //! Virtual time, and what happens next in it.
 
-use std::cmp::Reverse;
-use std::collections::BinaryHeap;
+use std::collections::VecDeque;
 
 /// Picoseconds since the beginning: a byte takes 8 of them at a terabit per second, and 64 bits of
 /// them are seven months.
@@ -9,7 +8,7 @@ use std::collections::BinaryHeap;
 pub(crate) struct Time(u64);
 
 /// Something that is due.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Event {
     /// A worker has done what it was computing.
     Computed(u16),
@@ -28,11 +27,20 @@ pub(crate) enum Event {
 }
 
 /// What is due, soonest first; at the same time, first come first served.
-#[derive(Debug, Default)]
+///
+/// A radix heap: nothing is ever entered before now, so an event is kept by the highest bit in which
+/// its time differs from now. Only the events of the lowest bucket that has any are looked at, and
+/// they move down as now comes closer. Moving keeps their order, and events of one time are always
+/// in one bucket, so that they come out as they were entered.
+#[derive(Debug)]
 pub(crate) struct Calendar {
-    due: BinaryHeap<Reverse<(Time, u64, Event)>>,
+    /// Due now.
+    present: VecDeque<Event>,
+    /// By the highest bit that differs.
+    future: [Vec<(Time, Event)>; 64],
+    /// Which of those have any.
+    filled: u64,
     now: Time,
-    entered: u64,
     /// Events so far.
     pub(crate) events: u64,
 }
@@ -59,6 +67,18 @@ impl std::ops::Add for Time {
     }
 }
 
+impl Default for Calendar {
+    fn default() -> Self {
+        Self {
+            present: VecDeque::new(),
+            future: std::array::from_fn(|_| Vec::new()),
+            filled: 0,
+            now: Time::default(),
+            events: 0,
+        }
+    }
+}
+
 impl Calendar {
     pub(crate) fn now(&self) -> Time {
         self.now
@@ -66,14 +86,70 @@ impl Calendar {
 
     pub(crate) fn enter(&mut self, time: Time, event: Event) {
         debug_assert!(time >= self.now, "an event in the past");
-        self.entered += 1;
-        self.due.push(Reverse((time, self.entered, event)));
+        match (time.0 ^ self.now.0).checked_ilog2() {
+            None => self.present.push_back(event),
+            Some(bit) => {
+                self.future[bit as usize].push((time, event));
+                self.filled |= 1 << bit;
+            }
+        }
     }
 
     pub(crate) fn next(&mut self) -> Option<Event> {
-        let Reverse((time, _, event)) = self.due.pop()?;
-        self.now = time;
+        if self.present.is_empty() {
+            self.advance();
+        }
+        let event = self.present.pop_front()?;
         self.events += 1;
         Some(event)
+    }
+
+    /// Goes on to when something is due, if anything is.
+    fn advance(&mut self) {
+        if self.filled == 0 {
+            return;
+        }
+        let lowest = self.filled.trailing_zeros() as usize;
+        self.filled &= !(1 << lowest);
+        let mut soon = std::mem::take(&mut self.future[lowest]);
+        self.now = soon.iter().map(|(time, _)| *time).min().unwrap_or(self.now);
+        for (time, event) in soon.drain(..) {
+            self.enter(time, event);
+        }
+        self.future[lowest] = soon; // for its memory
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::cmp::Reverse;
+    use std::collections::BinaryHeap;
+
+    /// Beside a heap that orders by time and then by arrival.
+    #[test]
+    fn soonest_first_and_then_first_come_first_served() {
+        let (mut calendar, mut heap) = (Calendar::default(), BinaryHeap::new());
+        let mut random = 1u64;
+        for entered in 0..20_000u32 {
+            random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+            // Near and far, and often at the same time as others.
+            let time = calendar.now() + Time((random >> 40) >> (random >> 32 & 0x1f));
+            calendar.enter(time, Event::Arrived(entered));
+            heap.push(Reverse((time, entered)));
+            if random >> 63 == 0 {
+                continue;
+            }
+            for _ in 0..2 {
+                let Some(Reverse((time, entered))) = heap.pop() else { break };
+                assert_eq!(calendar.next(), Some(Event::Arrived(entered)));
+                assert_eq!(calendar.now(), time);
+            }
+        }
+        while let Some(Reverse((_, entered))) = heap.pop() {
+            assert_eq!(calendar.next(), Some(Event::Arrived(entered)));
+        }
+        assert_eq!(calendar.next(), None);
+        assert_eq!(calendar.events, 20_000);
     }
 }

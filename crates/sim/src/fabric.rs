@@ -62,7 +62,7 @@ struct Port {
     alive: bool,
     /// By peer.
     queues: Vec<Queue<Frame>>,
-    /// By peer: bytes sent and not landed.
+    /// By peer: bytes sent and not landed. Apart from the queues, because it is needed more often.
     unlanded: Vec<u32>,
     /// Frames that are sent in part, and the bytes that are left of them.
     begun: Vec<(u16, Frame, u32)>,
@@ -265,11 +265,14 @@ impl Fabric {
         let from = NodeId(segment.from);
         let sender = &mut self.ports[from.index()];
         let peer = to.index();
+        let was_full = sender.unlanded[peer] >= WINDOW;
         sender.unlanded[peer] -= segment.bytes;
-        if sender.unlanded[peer] < WINDOW && sender.has_for(peer) {
+        // Where there was room before, the peer is ready already or has nothing waiting; to look would
+        // be a miss in every cache.
+        if was_full && sender.unlanded[peer] < WINDOW && sender.has_for(peer) {
             sender.ready.insert(peer);
+            self.pump(from, calendar);
         }
-        self.pump(from, calendar);
         match segment.last {
             true => Done::Landed { from, to, frame: segment.frame },
             false => Done::Nothing,

@@ -31,7 +31,7 @@ pub(super) fn advice(
     let changes = changes(question, setup);
     let setups: Vec<Setup> = changes.iter().map(|change| change.setup.clone()).collect();
     let now = images_per_second(setup, outcome);
-    let outcomes = simulate_all(&setups)?;
+    let outcomes = simulate_all(&setups, || {})?;
     let mut advice: Vec<Advice> = changes
         .into_iter()
         .zip(outcomes)

@@ -112,20 +112,24 @@ pub(super) fn images_per_second(setup: &Setup, outcome: &Outcome) -> f64 {
     (setup.cluster.workers() * setup.batch) as f64 / outcome.iteration_seconds
 }
 
-/// Simulates all of `setups`, as many at a time as there are cores.
-pub(super) fn simulate_all(setups: &[Setup]) -> Result<Vec<Outcome>, Error> {
+/// Simulates all of `setups`, as many at a time as there are cores, and tells `done` after each.
+pub(crate) fn simulate_all(
+    setups: &[Setup],
+    done: impl Fn() + Sync,
+) -> Result<Vec<Outcome>, Error> {
     let next = AtomicUsize::new(0);
-    let done: Vec<Mutex<Option<Result<Outcome, Error>>>> =
+    let outcomes: Vec<Mutex<Option<Result<Outcome, Error>>>> =
         setups.iter().map(|_| Mutex::new(None)).collect();
     let threads = std::thread::available_parallelism().map_or(1, usize::from).min(setups.len());
     let work = || {
         while let Some((setup, slot)) = {
             let i = next.fetch_add(1, Ordering::Relaxed);
-            setups.get(i).zip(done.get(i))
+            setups.get(i).zip(outcomes.get(i))
         } {
             let outcome = simulate(setup);
             // Nobody else has this slot, and a panic inside would have ended the scope.
             *slot.lock().expect("a slot has one writer") = Some(outcome);
+            done();
         }
     };
     std::thread::scope(|scope| {
@@ -133,7 +137,8 @@ pub(super) fn simulate_all(setups: &[Setup]) -> Result<Vec<Outcome>, Error> {
             scope.spawn(work);
         }
     });
-    done.into_iter()
+    outcomes
+        .into_iter()
         .map(|slot| slot.into_inner().expect("nobody holds it").expect("every slot was filled"))
         .collect()
 }
@@ -185,7 +190,7 @@ fn points(setups: Vec<Setup>, x: impl Fn(&Setup) -> f64) -> Result<Vec<Point>, E
         ..setup.clone()
     });
     let both: Vec<Setup> = setups.iter().cloned().chain(ps).collect();
-    let outcomes = simulate_all(&both)?;
+    let outcomes = simulate_all(&both, || {})?;
     let (ours, ps) = outcomes.split_at(setups.len());
     let point = |(i, setup): (usize, &Setup)| Point {
         x: x(setup),

@@ -32,7 +32,7 @@ pub(super) fn search(setup: &Setup, outcome: &Outcome) -> Result<Found, Error> {
             .filter(|&&max| max != best.chunk.max)
             .map(|&max| Setup { chunk: ChunkSize::at_most(max), ..best.clone() });
         let tries: Vec<Setup> = turned.into_iter().chain(chunked).collect();
-        let outcomes = simulate_all(&tries)?;
+        let outcomes = simulate_all(&tries, || {})?;
         simulations += tries.len();
         let better = tries.into_iter().zip(outcomes);
         let by_time = |a: &(Setup, Outcome), b: &(Setup, Outcome)| {
