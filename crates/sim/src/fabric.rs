@@ -267,8 +267,8 @@ impl Fabric {
         let peer = to.index();
         let was_full = sender.unlanded[peer] >= WINDOW;
         sender.unlanded[peer] -= segment.bytes;
-        // Where there was room before, the peer is ready already or has nothing waiting; to look would
-        // be a miss in every cache.
+        // Where there was room before, the peer is ready already or has nothing waiting; looking at
+        // its queue would only cost time.
         if was_full && sender.unlanded[peer] < WINDOW && sender.has_for(peer) {
             sender.ready.insert(peer);
             self.pump(from, calendar);
