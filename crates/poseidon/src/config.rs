@@ -79,7 +79,7 @@ impl Config {
     /// | `POSEIDON_COORDINATOR_SERVED` | `1`: somebody else, such as a launcher, serves the coordinator there, not worker 0 |
     /// | `POSEIDON_SERVERS` | `colocated` (default), a number of dedicated servers, `colocated+N` |
     /// | `POSEIDON_SERVER` | this process is the dedicated server of this index |
-    /// | `POSEIDON_LANES` | threads per node (default: half the cores, or this process's share of them; at least 2 if there are two cores, at most 8) |
+    /// | `POSEIDON_LANES` | threads per node (default: half the cores, or this process's share of them; at least 2 if there are two cores, at most 8, or 2 in a job of several hosts) |
     /// | `POSEIDON_SECRET`, `POSEIDON_SECRET_FILE` | the cluster secret; default: a file made in the user's configuration folder |
     /// | `POSEIDON_ADDRESS` | address or interface to listen on |
     /// | `POSEIDON_LINK` | `auto`, `tcp`, `unix` |
@@ -105,7 +105,9 @@ impl Config {
             member,
             workers: place.workers,
             servers,
-            lanes: env.parse("POSEIDON_LANES")?.unwrap_or_else(|| default_lanes(place.local)),
+            lanes: env
+                .parse("POSEIDON_LANES")?
+                .unwrap_or_else(|| default_lanes(cores(), place.workers, place.local)),
             serves_coordinator: member == Member::Worker(0) && !served,
             cluster: env.0("POSEIDON_CLUSTER").unwrap_or(place.job),
             coordinator,
@@ -159,7 +161,7 @@ impl Config {
             member: Member::Worker(0),
             workers: 1,
             servers: Servers::Colocated,
-            lanes: default_lanes(1),
+            lanes: default_lanes(cores(), 1, 1),
             coordinator: "127.0.0.1:0".into(),
             serves_coordinator: true,
             address: None,
@@ -239,9 +241,16 @@ impl fmt::Display for Carriers {
 
 /// Half the cores for the lanes and half for computing, or a process's share of the cores where
 /// several share a host; but two where there are two, because a lane can saturate a core.
-fn default_lanes(processes_on_host: u16) -> u16 {
-    let cores = std::thread::available_parallelism().map_or(1, |n| n.get());
-    (cores / usize::from(processes_on_host).max(2)).clamp(cores.min(2), 8) as u16
+///
+/// Across hosts two, which is enough for 25GbE: each lane has a connection of its own to every node, and
+/// what is spread over more of them than the wire needs begins slowly on each (ADR 0011).
+fn default_lanes(cores: usize, processes: u16, processes_on_host: u16) -> u16 {
+    let most = if processes_on_host < processes { 2 } else { 8 };
+    (cores / usize::from(processes_on_host).max(2)).clamp(cores.min(2), most) as u16
+}
+
+fn cores() -> usize {
+    std::thread::available_parallelism().map_or(1, |n| n.get())
 }
 
 struct Env<'a>(&'a dyn Fn(&str) -> Option<String>);
@@ -433,6 +442,15 @@ mod tests {
             known.rev().find(|(n, _)| *n == name).map(|(_, v)| v.to_string())
         };
         Config::from_variables(&find)
+    }
+
+    #[test]
+    fn lanes_follow_cores_within_a_host_and_the_wire_between_hosts() {
+        let default =
+            [(1, 1, 1), (2, 4, 4), (16, 1, 1), (16, 4, 4), (64, 1, 1), (16, 8, 1), (64, 8, 4)];
+        let lanes: Vec<_> =
+            default.iter().map(|&(cores, all, here)| default_lanes(cores, all, here)).collect();
+        assert_eq!(lanes, [1, 2, 8, 4, 8, 2, 2]);
     }
 
     #[test]

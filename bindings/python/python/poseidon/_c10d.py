@@ -613,7 +613,11 @@ class ProcessGroup(_Named, dist.ProcessGroup):
             super().__init__(rank, size)
         self._operations = operations
         kind = dist.ProcessGroup.BackendType.CUSTOM
-        # Held here: C++ does not keep the Python side of a backend alive.
-        self._backend = Backend(rank, size, operations)
+        try:
+            # Held here: C++ does not keep the Python side of a backend alive.
+            self._backend = Backend(rank, size, operations)
+        except TypeError:
+            # The same versions have no backends in Python. What asks the group itself, as stock DDP does, works.
+            return
         self._set_default_backend(kind)
         self._register_backend(torch.device("cpu"), kind, self._backend)
