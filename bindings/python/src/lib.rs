@@ -295,9 +295,12 @@ impl Session {
 
     /// Stops the job and tells every worker why.
     fn abort(&self, py: Python<'_>, reason: &str) {
-        if let Some(session) = self.take().and_then(Arc::into_inner) {
-            py.detach(|| session.abort(reason));
-        }
+        let Some(session) = self.take() else { return };
+        py.detach(|| match Arc::try_unwrap(session) {
+            Ok(session) => session.abort(reason),
+            // A thread waits for a layer; its wait ends with the reason.
+            Err(shared) => shared.cancel(reason),
+        });
     }
 }
 

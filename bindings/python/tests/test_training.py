@@ -241,3 +241,61 @@ def many_steps_without_waiting():
 def test_schedules_and_forwards_that_overtake():
     ranks = run(many_steps_without_waiting, 3)
     assert all(torch.equal(a, b) for other in ranks[1:] for a, b in zip(other[:2], ranks[0][:2]))
+
+
+class Positioned(nn.Module):
+    """With one sample, the position's gradient is a view of what the layers below it read."""
+
+    def __init__(self):
+        super().__init__()
+        self.below = nn.Linear(64, 512)
+        self.position = nn.Parameter(torch.zeros(64, 512))
+        self.frozen = nn.Linear(512, 512).requires_grad_(False)
+        self.above = nn.Linear(512, 8)
+
+    def forward(self, x):
+        return self.above(torch.tanh(self.frozen(self.below(x) + self.position.unsqueeze(0))))
+
+
+def surprises(folder, update):
+    """What a program may do besides forward, backward and step; in eval mode, with gradients."""
+    import poseidon.torch as psd
+
+    psd.init()
+    rank, world = psd.rank(), psd.world_size()
+    torch.manual_seed(0)
+    alone = Positioned().eval()
+    ours = psd.DistributedDataParallel(copy.deepcopy(alone), update=update, scheme="sfb").eval()
+    where = psd if update == "server" else torch.optim
+    stepper = where.Adam(ours.parameters(), lr=1e-3, eps=1e-4)
+    other = torch.optim.Adam(alone.parameters(), lr=1e-3, eps=1e-4)
+    average = None
+    for step in range(4):
+        x = torch.randn(world, 64, 64, generator=torch.Generator().manual_seed(step))
+        mine = x[rank : rank + 1].clone().requires_grad_()
+        # The gradient of the input alone is nobody else's business.
+        torch.autograd.grad(ours(mine).square().mean(), mine)
+        for net, part, optimizer in ((ours, mine, stepper), (alone, x, other)):
+            optimizer.zero_grad()
+            net(part).square().mean().backward()
+            optimizer.step()
+        if step == 1:
+            ours.synchronize()
+            average = copy.deepcopy(ours.module)
+            kept = average(x).detach()
+            psd.save(f"{folder}/frozen", ours, stepper)
+    ours.synchronize()
+    # A copy is a model of its own.
+    x = torch.randn(world, 64, 64, generator=torch.Generator().manual_seed(1))
+    assert torch.equal(average(x), kept)
+    for (name, p), q in zip(ours.module.named_parameters(), alone.named_parameters()):
+        torch.testing.assert_close(p, q[1], rtol=1e-4, atol=1e-6, msg=name)
+    psd.load(f"{folder}/frozen", ours, stepper)
+    ours(mine).square().mean().backward()
+    ours.synchronize()
+    psd.shutdown()
+
+
+def test_gradients_of_inputs_copies_frozen_layers_and_views(tmp_path):
+    for update in ("worker", "server"):
+        run(surprises, 2, folder=str(tmp_path), update=update)

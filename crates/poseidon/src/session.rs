@@ -311,6 +311,12 @@ impl Session {
         let _ = self.node.join();
     }
 
+    /// As [`abort`](Session::abort), where other threads still hold the session: their waits end with the
+    /// reason as well.
+    pub fn cancel(&self, reason: &str) {
+        self.node.command_all(|| Command::Abort(reason.to_owned()));
+    }
+
     fn push(&self, layer: LayerId, gradient: Buffer, into: Option<Buffer>) -> Result<(), Error> {
         let mut state = self.state(layer)?;
         self.check_length(layer, "gradient", &gradient)?;

@@ -52,8 +52,9 @@ def load(
     missing = [name for name in ("model", "optimizer") if name not in content]
     if "model" in missing or (optimizer is not None and missing):
         raise ValueError(f"{os.fspath(path)} is no checkpoint of this kind: it has no {' and no '.join(missing)}")
-    model.module.load_state_dict(content.pop("model"))
+    # What is still on its way must not land on what is loaded.
     model._restart()
+    model.module.load_state_dict(content.pop("model"))
     if optimizer is not None:
         optimizer.load_state_dict(content.pop("optimizer"))
     content.pop("optimizer", None)

@@ -14,8 +14,9 @@ class Join:
         self._model = model
         self._divides_by_all = divides_by_all
         self._throws = throws
-        self._session = Job.open([("still training", world_size(), None)], optimizer="sum")
+        self._session = Job.open([("still training", 2 * world_size(), None)], optimizer="sum")
         self._active: List[int] = list(range(world_size()))
+        self._rates: List[float] = []
         self.is_through = False
 
     @property
@@ -50,7 +51,7 @@ class Join:
             if model._session is None:
                 model._start_session()
             if model._rule is not None:
-                model._session.set_learning_rate(model._rule.rate())
+                model._session.set_learning_rate(self._rates[self.first_active])
                 model.synchronize()
             for unit in model._units:
                 unit.begin()
@@ -66,10 +67,14 @@ class Join:
         self._session.finish()
 
     def _ask(self) -> None:
-        flags = torch.zeros(world_size())
-        flags[rank()] = float(not self.is_through)
+        flags = torch.zeros(2, world_size())
+        flags[0, rank()] = float(not self.is_through)
+        if self._model._rule is not None:
+            flags[1, rank()] = self._model._rule.rate()
         add_up(self._session, 0, flags)
-        self._active = [r for r, flag in enumerate(flags.tolist()) if flag > 0]
+        self._active = [r for r, flag in enumerate(flags[0].tolist()) if flag > 0]
+        # Of those that train: a schedule of one that does not has stopped.
+        self._rates = flags[1].tolist()
 
 
 class _no_gradients:

@@ -1,5 +1,6 @@
 """What of a model is synchronised as one, and Linear layers that hand out their factors."""
 
+import types
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Dict, Iterator, List, Optional, Set, Tuple
 
@@ -110,6 +111,10 @@ class Unit:
             with torch.no_grad():
                 for p, part in self.slices(self.values):
                     p.copy_(part)
+        else:
+            # Written past torch: a graph that was made with the old values must not go on with these.
+            for p in self.parameters:
+                torch.autograd.graph.increment_version(p)
         self.note_versions()
 
     def note_versions(self) -> None:
@@ -125,6 +130,8 @@ class Unit:
             and gradient.dtype == torch.float32
             and gradient.device.type == "cpu"
             and gradient.is_contiguous()
+            # torch may hand out one memory twice: here, and as what the layers below still read.
+            and _holders(gradient) <= _ONE_HOLDER
         ):
             return gradient.detach()
         stage = self._stage()
@@ -141,6 +148,14 @@ class Unit:
         if self.stage is None:
             self.stage = torch.zeros(self.len, dtype=torch.float32)
         return self.stage
+
+
+def _holders(tensor: Tensor) -> int:
+    """How many tensors have this one's memory, in a count of its own."""
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+
+
+_ONE_HOLDER = _holders(torch.zeros(1))
 
 
 def _trace(gradient: Optional[Tensor]) -> Any:
@@ -223,7 +238,7 @@ class _FactorLinear(torch.autograd.Function):
         u = gradient.reshape(-1, gradient.shape[-1])
         v = source.reshape(-1, source.shape[-1])
         # Factors leave first, so that they travel while the rest is computed.
-        taken = ctx.factored.take(u, v)
+        taken = _is_wanted(ctx) and ctx.factored.take(u, v)
         below = down = bias = None
         if ctx.needs_input_grad[0]:
             below = (gradient @ weight.to(gradient.dtype)).to(ctx.input_dtype)
@@ -235,6 +250,15 @@ class _FactorLinear(torch.autograd.Function):
             if ctx.has_bias and ctx.needs_input_grad[2]:
                 bias = u.sum(0).to(weight.dtype)
         return below, down, bias, None
+
+
+def _is_wanted(ctx: Any) -> bool:
+    """Whether this pass goes on to the weight: that for torch.autograd.grad(loss, input) does not."""
+    weight = ctx.next_functions[1][0]
+    try:
+        return weight is not None and torch._C._will_engine_execute_node(weight)
+    except RuntimeError:
+        return False  # torch.autograd.grad(loss, weight): it gets the gradient itself
 
 
 def accumulate(parameter: nn.Parameter, gradient: Tensor) -> None:
@@ -282,8 +306,10 @@ def factorable(module: nn.Module) -> List[nn.Linear]:
     return [
         m
         for m in module.modules()
-        if type(m) is nn.Linear and m.weight.requires_grad and owners[id(m.weight)] == 1
-        and (m.bias is None or owners[id(m.bias)] == 1)
+        if type(m) is nn.Linear and m.weight.requires_grad and owners.get(id(m.weight)) == 1
+        and (m.bias is None or owners.get(id(m.bias)) == 1)
+        # Somebody wants to see or change the gradient itself.
+        and not any(p._backward_hooks for p in m.parameters(recurse=False))
         and getattr(m.__dict__.get("forward"), "__name__", "factor_forward") == "factor_forward"
     ]
 
@@ -293,20 +319,20 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 def patch(factored: Factored) -> None:
-    linear = factored.linear
-
     # A compiled graph cannot hand out factors: it ends before this layer and goes on behind it.
     @torch.compiler.disable
-    def factor_forward(source: Tensor) -> Tensor:
-        if torch.is_grad_enabled() and linear.weight.requires_grad:
-            factored.inside += 1
-            try:
-                return _FactorLinear.apply(source, linear.weight, linear.bias, factored)
-            finally:
-                factored.inside -= 1
-        return F.linear(source, linear.weight, linear.bias)
+    def factor_forward(self: nn.Linear, source: Tensor) -> Tensor:
+        # A copy of the layer is bound to this, too, and has weights of its own.
+        if self is not factored.linear or not torch.is_grad_enabled() or not self.weight.requires_grad:
+            return F.linear(source, self.weight, self.bias)
+        factored.inside += 1
+        try:
+            return _FactorLinear.apply(source, self.weight, self.bias, factored)
+        finally:
+            factored.inside -= 1
 
-    linear.forward = factor_forward  # type: ignore[method-assign]
+    linear = factored.linear
+    linear.forward = types.MethodType(factor_forward, linear)  # type: ignore[method-assign]
 
 
 def unpatch(factored: Factored) -> None:

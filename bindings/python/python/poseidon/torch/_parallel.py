@@ -145,7 +145,7 @@ class DistributedDataParallel(nn.Module):
         Job.closers.append(self._close)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled() or not self.training:
+        if not torch.is_grad_enabled():
             return self.module(*args, **kwargs)
         self._begin_forward()
         if self._watched or self._is_alone:
@@ -211,6 +211,12 @@ class DistributedDataParallel(nn.Module):
         """Bytes sent and received for gradients so far."""
         return (0, 0) if self._session is None else self._session.traffic()
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As a module's; factors kept during ``no_sync`` are gradients, too."""
+        super().zero_grad(set_to_none)
+        for factored in self._factored:
+            factored.reset()
+
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         self.synchronize()
         return super().state_dict(*args, **kwargs)
@@ -219,9 +225,17 @@ class DistributedDataParallel(nn.Module):
 
     @torch.compiler.disable
     def _begin_forward(self) -> None:
+        if self not in MODELS:
+            raise RuntimeError("this model took part in a job that has ended, or failed earlier")
+        if self._in_backward and torch._C._current_graph_task_id() == -1:
+            why = f"worker {rank()}: the last backward pass ended with an error, and not all of its gradients were sent"
+            self._close(because=why)
+            raise RuntimeError(why)
         self._entered = set()
         self._forwards += 1
-        if self._join is not None and self._synchronises:
+        if not self.training or not self._synchronises:
+            return
+        if self._join is not None:
             self._join.note_forward()
         if self.broadcast_buffers:
             self._share_buffers()
@@ -279,6 +293,8 @@ class DistributedDataParallel(nn.Module):
         try:
             assert self._session is not None
             unit.receive(self._session)
+            if self._update == "server":
+                self._check(unit)
         except Exception as error:
             self._close(because=f"worker {rank()}: {error}")
             raise
@@ -526,9 +542,10 @@ class DistributedDataParallel(nn.Module):
         self._units, self._unit_of = [], {}
         for factored in self._factored:
             factored.unit = None
+            factored.reset()
 
     def _share_buffers(self) -> None:
-        buffers = [b for b in self.module.buffers() if b.dtype == torch.float32]
+        buffers = [b for b in self.module.buffers() if b.is_floating_point()]
         if not buffers or world_size() == 1:
             return
         flat = torch.zeros(sum(b.numel() for b in buffers))
@@ -538,7 +555,7 @@ class DistributedDataParallel(nn.Module):
 
     def _share_parameters(self, root: int) -> None:
         """Parameters and buffers become those of worker ``root``."""
-        tensors = [*self._trainable.values(), *(b for b in self.module.buffers() if b.dtype == torch.float32)]
+        tensors = [*self._trainable.values(), *(b for b in self.module.buffers() if b.is_floating_point())]
         flat = torch.zeros(sum(t.numel() for t in tensors))
         session = Job.open([("parameters", flat.numel(), None)], optimizer="sum")
         _share(session, flat, tensors, root)

@@ -30,7 +30,7 @@ class Rule(torch.optim.Optimizer):
                 f'got {len(self.param_groups)}; use update="worker" and torch.optim for more'
             )
         # Steps, and by vector and parameter, what was loaded and is not on the shards yet.
-        self._loaded: Optional[Tuple[int, List[List[Tensor]]]] = None
+        self._loaded: Optional[Tuple[int, List[List[Optional[Tensor]]]]] = None
         self._owner = self._find_owner()
         self._owner._set_rule(self)
 
@@ -54,6 +54,8 @@ class Rule(torch.optim.Optimizer):
         state = super().state_dict()
         steps, vectors = self._collect()
         for index in range(len(self._parameters())) if steps and vectors else ():
+            if vectors[0][index] is None:
+                continue  # frozen
             entry: Dict[str, Any] = {name: vectors[k][index] for k, name in enumerate(self.vectors())}
             if self._counts_steps():
                 entry["step"] = torch.tensor(float(steps))
@@ -70,12 +72,13 @@ class Rule(torch.optim.Optimizer):
         super().load_state_dict({"state": {}, "param_groups": [dict(group)]})
         self._loaded = None
         if state and self.vectors():
-            entries = [state[index] for index in group["params"]]
-            steps = int(group.get("steps") or max(int(e.get("step", 1)) for e in entries))
-            self._loaded = steps, [[entry[name] for entry in entries] for name in self.vectors()]
+            entries = [state.get(index) for index in group["params"]]
+            counted = [int(entry["step"]) for entry in entries if entry and "step" in entry]
+            steps = max(counted) if counted else int(group.get("steps") or 1)
+            self._loaded = steps, [[entry[name] if entry else None for entry in entries] for name in self.vectors()]
         self._owner._restart()
 
-    def _collect(self) -> Tuple[int, List[List[Tensor]]]:
+    def _collect(self) -> Tuple[int, List[List[Optional[Tensor]]]]:
         """Steps taken and, by vector, each parameter's part of it, from all shards."""
         if self._owner._session is None:
             return self._loaded or (0, [])
@@ -97,7 +100,8 @@ class Rule(torch.optim.Optimizer):
                 start = end
         if gathering is not None:
             gathering.finish()
-        return steps, [[parts[p][k] for p in self._parameters()] for k in range(len(names))]
+        whole = [[parts[p][k] if p in parts else None for p in self._parameters()] for k in range(len(names))]
+        return steps, whole
 
     def _restore(self) -> None:
         """Gives the shards what was loaded."""
@@ -107,7 +111,7 @@ class Rule(torch.optim.Optimizer):
         position = {p: i for i, p in enumerate(self._parameters())}
         for unit in self._owner._units:
             flat = [
-                torch.cat([v[position[p]].detach().float().cpu().reshape(-1) for p in unit.parameters])
+                torch.cat([_flat(v[position[p]], p) for p in unit.parameters])
                 for v in vectors
             ]
             memories = [(v.data_ptr(), v.numel(), v) for v in flat]
@@ -141,6 +145,12 @@ class Rule(torch.optim.Optimizer):
                 )
             return model
         raise ValueError("these are no parameters of a poseidon.torch.DistributedDataParallel: wrap the model first")
+
+
+def _flat(vector: Optional[Tensor], parameter: nn.Parameter) -> Tensor:
+    if vector is None:
+        return torch.zeros(parameter.numel())
+    return vector.detach().to("cpu", torch.float32).reshape(-1)
 
 
 class SGD(Rule):
