@@ -23,6 +23,12 @@ impl Bandwidth {
         self.0 / 8.0
     }
 
+    /// The slowest Ethernet that is sold and has as much.
+    pub(crate) fn as_sold(self) -> Option<String> {
+        let enough = ETHERNET.into_iter().find(|gbit| gbit * 1e9 >= self.0)?;
+        Some(format!("{enough}GbE"))
+    }
+
     /// The Ethernet one can buy that is the next faster one, if there is any.
     pub(crate) fn next_faster(self) -> Option<Self> {
         // A tenth more is not a faster network.
@@ -130,5 +136,11 @@ mod tests {
             [1.0, 2.5, 25.0, 25.0, 100.0]
         );
         assert_eq!(next(400.0), None);
+        let sold = |gbit: f64| Bandwidth::gigabits(gbit).as_sold();
+        assert_eq!(
+            [6.5, 10.0, 28.4, 2.2].map(sold).map(Option::unwrap),
+            ["10GbE", "10GbE", "40GbE", "2.5GbE"]
+        );
+        assert_eq!(sold(500.0), None);
     }
 }

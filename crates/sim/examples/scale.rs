@@ -1,6 +1,8 @@
 //! What a simulation costs: VGG19 by parameter server on more and more nodes.
 //!
-//! `cargo run --release -p poseidon-sim --example scale [NODES...]`
+//! Run: cargo run -p poseidon-sim --example scale -- 4 8
+//!
+//! The arguments are numbers of nodes; without any, 64 to 1,024. For figures that mean something add `--release`.
 
 #[path = "../tests/support/mod.rs"]
 mod support;

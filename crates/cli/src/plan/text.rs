@@ -104,7 +104,10 @@ fn facts(forecast: &Forecast) -> Vec<(&'static str, String)> {
     ];
     if let Some(beyond) = beyond {
         let enough = match beyond.enough {
-            Some(bandwidth) => format!("{bandwidth} is the least that keeps workers 95 % busy"),
+            Some(bandwidth) => {
+                let sold = bandwidth.as_sold().map_or(String::new(), |sold| format!(": {sold}"));
+                format!("{bandwidth} is the least that keeps workers 95 % busy{sold}")
+            }
             None => "no bandwidth keeps workers 95 % busy".into(),
         };
         facts.push(("enough", enough));
