@@ -1,6 +1,6 @@
 """Workers with different numbers of batches."""
 
-from typing import Any, List
+from typing import Any, List, Optional
 
 import torch
 
@@ -63,8 +63,8 @@ class Join:
         if model._update == "worker":
             model._share_parameters(last)
 
-    def close(self) -> None:
-        self._session.finish()
+    def close(self, because: Optional[str] = None) -> None:
+        self._session.finish() if because is None else self._session.abort(because)
 
     def _ask(self) -> None:
         flags = torch.zeros(2, world_size())

@@ -182,8 +182,12 @@ class DistributedDataParallel(nn.Module):
         try:
             yield
             self._join.go_along()
-        finally:
             self._join.close()
+        except BaseException as error:
+            # The others must not wait for a worker that has given up.
+            self._join.close(because=f"worker {rank()}: {error!r}")
+            raise
+        finally:
             self._join = None
 
     def synchronize(self) -> None:
