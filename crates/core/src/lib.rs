@@ -1,6 +1,7 @@
 //! Poseidon's pure core: no I/O, no threads, no clock, no environment.
 //!
 //! * [`layer`], [`cluster`]: what is trained, and on which nodes.
+//! * [`overlap`]: how much of synchronising may run beside computing.
 //! * [`cost`], [`scheme`]: what it costs to synchronise a layer, and the cheapest exact way.
 //! * [`chunk`], [`plan`]: how a layer is cut into chunks and where each chunk lives.
 //! * [`wire`]: the bytes two nodes exchange (`docs/wire.md`); [`queue`]: in which order.
@@ -20,6 +21,7 @@ pub mod cost;
 pub mod factors;
 pub mod layer;
 pub mod optim;
+pub mod overlap;
 pub mod plan;
 pub mod queue;
 pub mod reduce;
@@ -37,6 +39,7 @@ pub use factors::Gather;
 pub use ids::{Clock, LaneId, LayerId, NodeId};
 pub use layer::{Layer, LayerKind};
 pub use optim::{Optimizer, Reduction};
+pub use overlap::Overlap;
 pub use plan::{Plan, Shard};
 pub use queue::Queue;
 pub use reduce::{Dtype, ReduceOp};

@@ -11,31 +11,17 @@ mod log;
 mod slot;
 
 pub use log::{Iteration, Span, Stats, What};
+pub use poseidon_core::Overlap;
 
 use crate::data::{Batch, DataError, Evaluation};
 use crate::{Draw, Gradient, LoadError, Loss, Model, ModelError, Net, Phase};
 use log::Log;
 use poseidon::session::Builder;
 use poseidon::{Layer, LayerKind, Optimizer, Reduction, Session};
-use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 use slot::{Alone, Slot};
 use std::thread;
 use std::time::Instant;
-use std::{fmt, str::FromStr};
-
-/// How much of the synchronisation may run beside computing.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum Overlap {
-    /// None: everything is sent after the backward pass and awaited before the next step.
-    None,
-    /// A layer is sent when its backward ends; all are awaited before the next step.
-    Backward,
-    /// Also the next forward: each layer is awaited when its turn comes.
-    #[default]
-    Full,
-}
 
 /// What a worker trains.
 #[derive(Clone, Debug)]
@@ -392,27 +378,4 @@ impl Shared<'_> {
 
 fn model_error(error: ModelError) -> TrainError {
     TrainError::Model(std::sync::Arc::new(error))
-}
-
-impl fmt::Display for Overlap {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::None => "none",
-            Self::Backward => "backward",
-            Self::Full => "full",
-        })
-    }
-}
-
-impl FromStr for Overlap {
-    type Err = String;
-
-    fn from_str(s: &str) -> Result<Self, String> {
-        match s {
-            "none" => Ok(Self::None),
-            "backward" => Ok(Self::Backward),
-            "full" => Ok(Self::Full),
-            _ => Err(format!("expected 'none', 'backward' or 'full', got '{s}'")),
-        }
-    }
 }

@@ -5,7 +5,7 @@ use crate::network::Network;
 use crate::profile::LayerTime;
 use crate::zoo::Model;
 use poseidon_core::plan::{Placement, Rules};
-use poseidon_core::{ChunkSize, Cluster, Layer, LayerId, NodeId};
+use poseidon_core::{ChunkSize, Cluster, Layer, LayerId, NodeId, Overlap};
 use serde::{Deserialize, Serialize};
 use std::time::Duration;
 use std::{fmt, str::FromStr};
@@ -64,19 +64,6 @@ pub enum SchemeRule {
     /// Factors to the one server that holds the whole layer, matrices back (Project Adam's way). A
     /// comparator: no session does it.
     Adam,
-}
-
-/// How much of the synchronisation may run beside computing.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum Overlap {
-    /// None: everything is sent after the backward pass and awaited before the next step.
-    None,
-    /// A layer is sent when its backward ends; all are awaited before the next step.
-    Backward,
-    /// Also the next forward: each layer is awaited when its turn comes.
-    #[default]
-    Full,
 }
 
 /// What moving bytes costs a node, on top of the network. Nothing by default.
@@ -238,29 +225,6 @@ impl FromStr for SchemeRule {
             "sfb" => Ok(Self::Sfb),
             "adam" => Ok(Self::Adam),
             _ => Err(format!("expected 'auto', 'ps', 'sfb' or 'adam', got '{s}'")),
-        }
-    }
-}
-
-impl fmt::Display for Overlap {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::None => "none",
-            Self::Backward => "backward",
-            Self::Full => "full",
-        })
-    }
-}
-
-impl FromStr for Overlap {
-    type Err = String;
-
-    fn from_str(s: &str) -> Result<Self, String> {
-        match s {
-            "none" => Ok(Self::None),
-            "backward" => Ok(Self::Backward),
-            "full" => Ok(Self::Full),
-            _ => Err(format!("expected 'none', 'backward' or 'full', got '{s}'")),
         }
     }
 }

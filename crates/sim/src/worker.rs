@@ -2,8 +2,8 @@
 
 use crate::calendar::Time;
 use crate::profile::LayerTime;
-use crate::setup::{Jitter, Overlap, Setup, Stragglers};
-use poseidon_core::NodeId;
+use crate::setup::{Jitter, Setup, Stragglers};
+use poseidon_core::{NodeId, Overlap};
 use rand::RngExt;
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::SeedableRng;
