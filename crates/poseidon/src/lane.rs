@@ -182,11 +182,13 @@ impl Lane {
                 let _ = reply.try_send(self.holdings.restore_rule(layer, &state));
             }
             Command::Finish => self.finish(),
-            // The first reason is the one that counts.
             Command::Abort(_) if self.dying.is_some() => {}
+            // The first reason is the one that counts: when another lane has failed, the program is
+            // likely to give up because of it.
             Command::Abort(reason) => {
-                let node = self.cluster.name(self.me);
-                self.die_saying(Error::Aborted { node, reason: reason.clone() }, reason, now);
+                let given_up = || Error::Aborted { node: self.cluster.name(self.me), reason };
+                let error = self.board.failure().unwrap_or_else(given_up);
+                self.die(error, now);
             }
         }
     }
@@ -344,11 +346,13 @@ impl Lane {
 
     /// Takes the job down: tells the session, then everybody else.
     fn die(&mut self, error: Error, now: Duration) {
-        let reason = error.to_string();
-        self.die_saying(error, reason, now);
-    }
-
-    fn die_saying(&mut self, error: Error, mut reason: String, now: Duration) {
+        let mut reason = match &error {
+            // The others put the name before it themselves.
+            Error::Aborted { node, reason } if *node == self.cluster.name(self.me) => {
+                reason.clone()
+            }
+            error => error.to_string(),
+        };
         reason.truncate(reason.floor_char_boundary(MAX_ABORT));
         tracing::debug!(node = %self.me, %reason, "lane stops");
         self.board.fail(error);

@@ -5,6 +5,7 @@ mod tests;
 
 use super::{Command, Lane, Limits, Next, Parts};
 use crate::Buffer;
+use crate::Error;
 use crate::board::{Board, Counters};
 use crate::exchange::Exchange;
 use crate::holdings::Holdings;
@@ -48,6 +49,8 @@ enum Trouble {
     Stall(u64, Duration),
     /// The program of this worker is dropped.
     Abort(NodeId),
+    /// A lane of this worker has failed, and the program gives up before the other lanes look.
+    GiveUp(NodeId),
     /// This worker sends nothing any more.
     Mute(NodeId),
 }
@@ -382,9 +385,13 @@ impl World {
                 (pipe.ends.to_vec(), Some((now + time, pipe.faults.clone())))
             }
             Trouble::Abort(node) => {
-                for running in self.nodes[node.index()].lanes.iter_mut().flatten() {
-                    running.lane.handle_command(Command::Abort("enough".into()), now);
-                }
+                self.abort(node);
+                (vec![node], None)
+            }
+            Trouble::GiveUp(node) => {
+                let (name, how) = (self.cluster.name(node), "the first reason".into());
+                self.nodes[node.index()].board.fail(Error::Lost { node: name, how, awaited: None });
+                self.abort(node);
                 (vec![node], None)
             }
             Trouble::Mute(node) => {
@@ -394,6 +401,13 @@ impl World {
         };
         self.report.culprits = culprits.into_iter().map(|n| self.cluster.name(n)).collect();
         resumes
+    }
+
+    fn abort(&mut self, node: NodeId) {
+        let now = self.clock.now();
+        for running in self.nodes[node.index()].lanes.iter_mut().flatten() {
+            running.lane.handle_command(Command::Abort("enough".into()), now);
+        }
     }
 
     /// When something happens next. `None` when every lane has stopped.

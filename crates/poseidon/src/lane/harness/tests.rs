@@ -104,6 +104,21 @@ proptest! {
         prop_assert!(report.failures.iter().all(Option::is_some));
         for words in report.failures.into_iter().flatten() {
             prop_assert!(words.contains("enough"), "the reason is lost: {}", words);
+            let said = format!("{} stopped the job: ", report.culprits[0]);
+            prop_assert!(!words.contains(&said.repeat(2)), "said twice: {}", words);
+        }
+    }
+
+    #[test]
+    fn a_program_that_gives_up_does_not_hide_the_first_reason(
+        setup in setups(2..=5), part in 0.0..1.0, worker: u16,
+    ) {
+        let at = moment(&setup, part);
+        let worker = NodeId(worker % setup.workers);
+        let report = setup.run(Some((at, Trouble::GiveUp(worker))));
+        check_everybody_knows(&setup, &report, at, Duration::ZERO);
+        for words in report.failures.into_iter().flatten() {
+            prop_assert!(words.contains("the first reason"), "it is hidden: {}", words);
         }
     }
 
