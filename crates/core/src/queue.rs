@@ -5,8 +5,10 @@ use crate::wire::{Header, Kind};
 use std::cmp::{Ordering, Reverse};
 use std::collections::BinaryHeap;
 
-/// Frames waiting for one peer. The layer nearest the input goes first, because the next forward
-/// pass needs it first; within a layer, first come first served.
+/// Frames waiting for one peer. Factors go first: their receiver has a gradient to rebuild, which
+/// takes it longest if it comes last, when there is nothing left on the wire to do it behind. Then
+/// the layer nearest the input, because the next forward pass needs it first; within a layer, first
+/// come first served.
 #[derive(Debug)]
 pub struct Queue<T> {
     waiting: BinaryHeap<Waiting<T>>,
@@ -22,11 +24,16 @@ pub const BATCH_FRAMES: usize = 16;
 impl<T> Queue<T> {
     /// Puts a frame in its place.
     pub fn push(&mut self, header: &Header, frame: T) {
-        // Goodbyes wait for everything else; other frames without a chunk have layer 0.
         let LayerId(layer) = header.chunk.layer;
-        let layer = if header.kind == Kind::Bye { u64::MAX } else { layer.into() };
+        let place = match header.kind {
+            Kind::Factors => 0,
+            // Goodbyes wait for everything else.
+            Kind::Bye => u64::MAX,
+            // Frames without a chunk have layer 0.
+            _ => 1 + u64::from(layer),
+        };
         self.arrived += 1;
-        self.waiting.push(Waiting { order: Reverse((layer, self.arrived)), frame });
+        self.waiting.push(Waiting { order: Reverse((place, self.arrived)), frame });
     }
 
     /// The frame that goes next.
