@@ -208,6 +208,11 @@ impl Session {
         sent.map_err(|error| raise(py, error))
     }
 
+    /// Has a layer rebuilt from its factors as soon as they are there; its result may change from now on.
+    fn rebuild(&self, py: Python<'_>, layer: u32) -> PyResult<()> {
+        self.session()?.rebuild(LayerId(layer)).map_err(|error| raise(py, error))
+    }
+
     /// Gives every worker worker 0's values, in place.
     fn broadcast(&self, py: Python<'_>, layer: u32, values: Memory) -> PyResult<()> {
         let session = self.session()?;

@@ -17,8 +17,10 @@ pub(crate) struct Board {
     finished: Vec<AtomicU64>,
     epoch: Instant,
     failure: OnceLock<Error>,
-    /// Threads in `wait`: without one, a lane need not touch the gate.
+    /// Threads that wait: without one, a lane need not touch the gate.
     sleepers: AtomicUsize,
+    /// Those of them that are the training program's.
+    idlers: AtomicUsize,
     gate: Mutex<()>,
     changed: Condvar,
 }
@@ -55,6 +57,7 @@ impl Board {
             epoch: Instant::now(),
             failure: OnceLock::new(),
             sleepers: AtomicUsize::new(0),
+            idlers: AtomicUsize::new(0),
             gate: Mutex::new(()),
             changed: Condvar::new(),
         }
@@ -86,7 +89,7 @@ impl Board {
 
     /// Whether the training program is waiting rather than computing.
     pub(crate) fn is_awaited(&self) -> bool {
-        self.sleepers.load(Ordering::Relaxed) > 0
+        self.idlers.load(Ordering::Relaxed) > 0
     }
 
     pub(crate) fn is_done(&self, layer: LayerId) -> bool {
@@ -99,26 +102,43 @@ impl Board {
     }
 
     /// Sleeps until `layer` is done (true), the node has failed, or `deadline` has passed (false).
+    /// Meanwhile the training program does nothing else.
     pub(crate) fn wait(&self, layer: LayerId, deadline: Instant) -> Result<bool, Error> {
-        let over = || self.is_done(layer) || self.failure.get().is_some();
-        if !over() {
-            let mut gate = self.gate.lock().unwrap_or_else(PoisonError::into_inner);
-            // Announced before the last look: a lane that finishes after it sees a sleeper.
-            self.sleepers.fetch_add(1, Ordering::SeqCst);
-            while !over() {
-                let left = deadline.saturating_duration_since(Instant::now());
-                if left.is_zero() {
-                    break;
-                }
-                let woken = self.changed.wait_timeout(gate, left);
-                gate = woken.unwrap_or_else(PoisonError::into_inner).0;
-            }
-            self.sleepers.fetch_sub(1, Ordering::SeqCst);
+        if !self.is_over(layer) {
+            self.idlers.fetch_add(1, Ordering::Relaxed);
+            self.sleep(layer, deadline);
+            self.idlers.fetch_sub(1, Ordering::Relaxed);
         }
         if self.is_done(layer) {
             return Ok(true);
         }
         self.failure().map_or(Ok(false), Err)
+    }
+
+    /// The same for a thread beside the training program, which may be computing. True if `layer` is
+    /// done.
+    pub(crate) fn wait_beside(&self, layer: LayerId, deadline: Instant) -> bool {
+        self.sleep(layer, deadline);
+        self.is_done(layer)
+    }
+
+    fn sleep(&self, layer: LayerId, deadline: Instant) {
+        let mut gate = self.gate.lock().unwrap_or_else(PoisonError::into_inner);
+        // Announced before the last look: a lane that finishes after it sees a sleeper.
+        self.sleepers.fetch_add(1, Ordering::SeqCst);
+        while !self.is_over(layer) {
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                break;
+            }
+            let woken = self.changed.wait_timeout(gate, left);
+            gate = woken.unwrap_or_else(PoisonError::into_inner).0;
+        }
+        self.sleepers.fetch_sub(1, Ordering::SeqCst);
+    }
+
+    fn is_over(&self, layer: LayerId) -> bool {
+        self.is_done(layer) || self.failure.get().is_some()
     }
 
     fn wake(&self) {

@@ -48,6 +48,7 @@ mod gather;
 mod holdings;
 mod join;
 mod lane;
+mod layers;
 mod node;
 mod outbox;
 mod peer;

@@ -33,7 +33,7 @@ impl Session {
         let job = &self.node.book.job;
         let len = job.layers[layer.index()].len;
         let mut vectors = vec![vec![0.0; len]; job.optimizer.state_vectors()];
-        if self.node.meetings[layer.index()].is_some() {
+        if self.layers.meeting(layer).is_some() {
             // Every worker has it all.
             if self.rank() == 0 && state.clock.0 + state.steps_before > 0 {
                 vectors = state.rebuilder.rule_state();
@@ -82,7 +82,7 @@ impl Session {
             ));
         }
         state.steps_before = rule.steps;
-        if let Some(meeting) = &self.node.meetings[layer.index()] {
+        if let Some(meeting) = self.layers.meeting(layer) {
             state.rebuilder.restore_rule(&meeting.layout, &rule.vectors);
             return Ok(());
         }

@@ -5,16 +5,17 @@ use crate::config::{Config, Member};
 use crate::exchange::Exchange;
 use crate::factors::{Factors, Meeting};
 use crate::lane::Command;
+use crate::layers::{InFlight, LayerState, Layers, Workshop};
 use crate::node::Node;
-use crate::rebuild::{Rebuilder, Rule};
 use crate::{Buffer, Coordinator, Error, Traffic};
 use poseidon_core::plan::Placement;
 use poseidon_core::wire::Kind;
 use poseidon_core::{ChunkSize, Clock, Layer, LayerId, LayerKind, Optimizer, Plan, Policy, Scheme};
 use serde_json::Value;
+use std::ops::Range;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::mpsc::sync_channel;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, MutexGuard};
 use std::time::{Duration, Instant};
 
 /// A worker's part in a job: sends gradients, receives synchronised results.
@@ -27,8 +28,9 @@ pub struct Session {
     pub(crate) timeout: Duration,
     /// The learning rate's bits. Written by the training program between steps.
     rate: AtomicU32,
-    layers: Vec<Mutex<LayerState>>,
-    rebuild_threads: usize,
+    pub(crate) layers: Arc<Layers>,
+    /// If there are layers that go by factors.
+    workshop: Option<Workshop>,
     finished: bool,
     /// What it was started with: siblings are started with much the same.
     pub(crate) config: Config,
@@ -48,6 +50,8 @@ pub struct Received {
     pub clock: Clock,
     /// When the last byte of it was there, which may be long before it was received.
     pub landed: Instant,
+    /// From when to when it was rebuilt from factors, if it was.
+    pub rebuilt: Option<Range<Instant>>,
 }
 
 /// Describes a job and starts it.
@@ -58,34 +62,6 @@ pub struct Builder {
     job: Job,
     rate: Option<f32>,
     rebuild_threads: usize,
-}
-
-#[derive(Debug, Default)]
-pub(crate) struct LayerState {
-    pub(crate) clock: Clock,
-    /// Steps the update rule took before this session: its state came from a checkpoint.
-    pub(crate) steps_before: u64,
-    pub(crate) initialised: bool,
-    in_flight: Option<InFlight>,
-    pub(crate) rebuilder: Rebuilder,
-}
-
-/// What the lanes are working on.
-#[derive(Debug)]
-enum InFlight {
-    /// Chunks, through the shards.
-    Chunks(Arc<Exchange>),
-    /// Factors, from worker to worker; `values` waits for what they become.
-    Factors { clock: Clock, rate: f32, values: Buffer },
-}
-
-impl InFlight {
-    fn clock(&self) -> Clock {
-        match self {
-            Self::Chunks(exchange) => exchange.clock,
-            Self::Factors { clock, .. } => *clock,
-        }
-    }
 }
 
 impl Session {
@@ -215,7 +191,7 @@ impl Session {
         values: Buffer,
     ) -> Result<(), Error> {
         let mut state = self.state(layer)?;
-        let Some(meeting) = &self.node.meetings[layer.index()] else {
+        let Some(meeting) = self.layers.meeting(layer) else {
             let instead = "send its gradient instead of factors";
             let (layer, scheme) = (self.name(layer), Scheme::Ps);
             return Err(Error::Scheme { layer, scheme, instead });
@@ -228,9 +204,23 @@ impl Session {
         self.node.board.failure().map_or(Ok(()), Err)?;
         let clock = state.clock.next();
         meeting.write_own(self.node.me, clock, parts);
-        state.in_flight = Some(InFlight::Factors { clock, rate, values });
+        state.in_flight = Some(InFlight::Factors { clock, rate, values, rebuilt: None });
         self.node.dispatch_factors(meeting, clock, rows, rate);
         Ok(())
+    }
+
+    /// Has a layer that was [sent by factors](Session::send_factors) rebuilt as soon as all of them
+    /// have come, beside whatever the program does, instead of when it is received. From now on the
+    /// memory of its values may change.
+    pub fn rebuild(&self, layer: LayerId) -> Result<(), Error> {
+        let state = self.state(layer)?;
+        match (&state.in_flight, &self.workshop) {
+            (Some(InFlight::Factors { clock, .. }), Some(workshop)) => {
+                workshop.order(layer, *clock);
+                Ok(())
+            }
+            _ => Err(Error::NotInFlight { layer: self.name(layer) }),
+        }
     }
 
     /// Waits for the layer sent last and gives its memory back.
@@ -239,8 +229,7 @@ impl Session {
         let Some(clock) = in_flight else {
             return Err(Error::NotInFlight { layer: self.name(layer) });
         };
-        // The shards know better who is missing: let their deadline come first.
-        let patience = self.timeout + Duration::from_secs(2);
+        let patience = patience(self.timeout);
         if !self.node.board.wait(layer, Instant::now() + patience)? {
             let missing = self.explain(layer);
             let layer = self.name(layer);
@@ -250,53 +239,44 @@ impl Session {
         }
         let landed = self.node.board.finished(layer);
         let mut state = self.state(layer)?;
-        let state = &mut *state;
+        self.layers.rebuild(layer, &mut state);
         let Some(in_flight) = state.in_flight.take() else {
             return Err(Error::NotInFlight { layer: self.name(layer) }); // another thread was faster
         };
         state.clock = clock;
-        let (result, gradient) = match in_flight {
+        let (result, gradient, rebuilt) = match in_flight {
             InFlight::Chunks(exchange) => {
                 // Lanes let go of an exchange before they report their part done.
                 let exchange =
                     Arc::into_inner(exchange).expect("a lane kept an exchange it reported done");
                 state.initialised |= exchange.kind == Kind::Init;
                 match exchange.destination {
-                    Some(result) => (result, Some(exchange.gradient)),
-                    None => (exchange.gradient, None),
+                    Some(result) => (result, Some(exchange.gradient), None),
+                    None => (exchange.gradient, None, None),
                 }
             }
-            InFlight::Factors { rate, mut values, .. } => {
-                let meeting = self.node.meetings[layer.index()].as_ref();
-                let meeting = meeting.expect("only a layer with a meeting is sent by factors");
-                let rule = Rule {
-                    optimizer: &self.node.book.job.optimizer,
-                    rate,
-                    clock: Clock(clock.0 + state.steps_before),
-                    threads: self.rebuild_threads,
-                };
-                let (matrix, layout) = (meeting.matrix(clock), &meeting.layout);
-                state.rebuilder.apply(matrix, layout, &rule, &mut values);
-                (values, None)
-            }
+            InFlight::Factors { values, rebuilt, .. } => (values, None, rebuilt),
         };
-        Ok(Received { result, gradient, clock, landed })
+        Ok(Received { result, gradient, clock, landed, rebuilt })
     }
 
     /// Whether [`receive`](Session::receive) would return without waiting.
     pub fn is_ready(&self, layer: LayerId) -> Result<bool, Error> {
         self.node.board.failure().map_or(Ok(()), Err)?;
-        let state = self.state(layer)?;
-        Ok(state.in_flight.is_some() && self.node.board.is_done(layer))
+        if layer.index() >= self.layers.ids().count() {
+            return Err(self.unknown(&format!("#{layer}")));
+        }
+        // While somebody has the state, the layer is being rebuilt.
+        let in_flight = |state: MutexGuard<'_, LayerState>| state.in_flight.is_some();
+        Ok(self.layers.try_state(layer).is_some_and(in_flight) && self.node.board.is_done(layer))
     }
 
     /// Says goodbye, goes on serving this node's shards until every other worker has too, and
     /// returns when the job is over.
     pub fn finish(mut self) -> Result<(), Error> {
         self.node.board.failure().map_or(Ok(()), Err)?;
-        for (position, state) in self.layers.iter().enumerate() {
-            let state = state.lock().unwrap_or_else(PoisonError::into_inner);
-            self.check_landed(LayerId(position as u32), &state)?;
+        for layer in self.layers.ids() {
+            self.check_landed(layer, &*self.state(layer)?)?;
         }
         self.finished = true;
         self.node.command_all(|| Command::Finish);
@@ -323,7 +303,7 @@ impl Session {
         if let Some(destination) = &into {
             self.check_length(layer, "destination", destination)?;
         }
-        if self.node.meetings[layer.index()].is_some() {
+        if self.layers.meeting(layer).is_some() {
             let instead = "send its factors instead of a gradient";
             let (layer, scheme) = (self.name(layer), Scheme::Sfb);
             return Err(Error::Scheme { layer, scheme, instead });
@@ -378,9 +358,7 @@ impl Session {
     }
 
     pub(crate) fn state(&self, layer: LayerId) -> Result<MutexGuard<'_, LayerState>, Error> {
-        let state = self.layers.get(layer.index());
-        let state = state.ok_or_else(|| self.unknown(&format!("#{layer}")))?;
-        Ok(state.lock().unwrap_or_else(PoisonError::into_inner))
+        self.layers.state(layer).ok_or_else(|| self.unknown(&format!("#{layer}")))
     }
 
     fn check_length(
@@ -414,6 +392,11 @@ impl Session {
         let known = if known.is_empty() { "none".into() } else { known.join(", ") };
         Error::UnknownLayer { name: name.into(), known }
     }
+}
+
+/// How long a layer may take. The shards know better who is missing: their deadline comes first.
+fn patience(timeout: Duration) -> Duration {
+    timeout + Duration::from_secs(2)
 }
 
 /// The rows of `parts` together, or why they cannot be this layer's.
@@ -502,8 +485,8 @@ impl Builder {
         self
     }
 
-    /// How many threads [`receive`](Session::receive) may use to rebuild a gradient from factors.
-    /// Default: the calling one. The result does not depend on it.
+    /// How many threads may rebuild a gradient from factors together. Default: 1. The result does not
+    /// depend on it.
     pub fn rebuild_threads(mut self, threads: usize) -> Self {
         self.rebuild_threads = threads.max(1);
         self
@@ -553,20 +536,16 @@ impl Builder {
                 return Err(Error::Config(format!("update rule '{rule}' needs a learning rate")));
             }
         };
-        let layers = job.layers.iter().map(|_| Mutex::default()).collect();
         let timeout = config.timeout;
+        let optimizer = job.optimizer.clone();
         let node = Node::start(&config, Some(job))?;
+        let by_factors = node.meetings.iter().any(Option::is_some);
+        let layers = Arc::new(Layers::new(node.meetings.clone(), optimizer, rebuild_threads));
+        let workshop = by_factors
+            .then(|| Workshop::open(layers.clone(), node.board.clone(), patience(timeout)))
+            .transpose()?;
         let rate = AtomicU32::new(rate.to_bits());
         let config = Config { coordinator: node.coordinator_address(), ..config };
-        Ok(Session {
-            node,
-            timeout,
-            rate,
-            layers,
-            rebuild_threads,
-            finished: false,
-            config,
-            beside: None,
-        })
+        Ok(Session { node, timeout, rate, layers, workshop, finished: false, config, beside: None })
     }
 }

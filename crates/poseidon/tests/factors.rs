@@ -79,6 +79,9 @@ fn exchange(session: &Session) -> Result<(), Error> {
                 Factors { u: &u[half * M..], v: &v[half * N..] },
             ];
             session.send_factors(fc, &parts, Buffer::zeroed(M * N + M))?;
+            if clock % 3 != 0 {
+                session.rebuild(fc)?;
+            }
         } else {
             session.send(fc, gradient(rank, clock).into())?;
         }
@@ -87,6 +90,7 @@ fn exchange(session: &Session) -> Result<(), Error> {
         assert_eq!(session.receive(conv)?.result[..], [sum; 50]);
         let received = session.receive(fc)?;
         assert_eq!(received.result[..], total(workers, clock), "worker {rank} clock {clock}");
+        assert_eq!(received.rebuilt.is_some(), session.scheme(fc)? == Scheme::Sfb);
     }
     Ok(())
 }
@@ -172,6 +176,7 @@ fn wrong_calls_say_what_to_do_instead() {
             }
         };
         let room = || Buffer::zeroed(M * N + M);
+        says(session.rebuild(fc), &["'fc'", "not in flight"]);
         says(session.send(fc, room()), &["'fc' goes by sfb", "send its factors"]);
         let (u, v) = (vec![0.0; 50 * M], vec![0.0; 50 * N]);
         let some = |rows: usize| [Factors { u: &u[..rows * M], v: &v[..rows * N] }];
@@ -193,6 +198,29 @@ fn wrong_calls_say_what_to_do_instead() {
 }
 
 #[test]
+fn layers_are_rebuilt_beside_the_program() {
+    let work = |session: &Session| {
+        let fc = session.layer("fc")?;
+        let mut before = false;
+        // How long it takes is the machine's affair; in the end it is done before anybody asks.
+        for clock in 1..=10 {
+            let (u, v) = factors(session.rank(), clock);
+            session.send_factors(fc, &[Factors { u: &u, v: &v }], Buffer::zeroed(M * N + M))?;
+            session.rebuild(fc)?;
+            std::thread::sleep(std::time::Duration::from_millis(1 << clock));
+            let asked = std::time::Instant::now();
+            let rebuilt = session.receive(fc)?.rebuilt.expect("it went by factors");
+            before |= rebuilt.end < asked;
+        }
+        assert!(before, "always rebuilt by the one who asked");
+        Ok(())
+    };
+    for result in Layout::workers(2).run(describe, work) {
+        result.unwrap();
+    }
+}
+
+#[test]
 fn a_worker_whose_factors_never_come_is_named() {
     let errors = without_hanging(|| {
         let work = |session: &Session| {
@@ -206,6 +234,7 @@ fn a_worker_whose_factors_never_come_is_named() {
             }
             let (u, v) = factors(session.rank(), 1);
             session.send_factors(fc, &[Factors { u: &u, v: &v }], Buffer::zeroed(M * N + M))?;
+            session.rebuild(fc)?;
             session.receive(fc).map(|_| ())
         };
         let layout = Layout::workers(3);

@@ -12,6 +12,8 @@ pub enum What {
     Backward,
     /// Its gradient was rebuilt from factors and applied.
     Rebuild,
+    /// The same, beside the computing of other layers.
+    RebuildBeside,
     /// Computing waited for it.
     Wait,
     /// It was in flight: from its sending until the last byte was back.
@@ -118,7 +120,7 @@ impl Log {
                 inner.stats.compute_seconds += seconds
             }
             What::Wait => inner.stats.stall_seconds += seconds,
-            What::Sync => {}
+            What::RebuildBeside | What::Sync => {}
         }
         inner.events.push(Event { layer, what, start, end });
     }

@@ -124,10 +124,12 @@ impl Slot {
         let asked = Instant::now();
         let received = session.receive(self.id)?;
         let here = Instant::now();
-        // With factors the result is rebuilt after the last of them has come.
-        let landed = if self.by_factors { received.landed.clamp(asked, here) } else { here };
-        log.note(self.layer, What::Wait, asked, landed);
-        log.note(self.layer, What::Rebuild, landed, here);
+        // What is left of the rebuilding when the layer is needed is waited for like computing.
+        let rebuilt = received.rebuilt.unwrap_or(here..here);
+        let needed = rebuilt.start.clamp(asked, here);
+        log.note(self.layer, What::Wait, asked, needed);
+        log.note(self.layer, What::Rebuild, needed, rebuilt.end);
+        log.note(self.layer, What::RebuildBeside, rebuilt.start, rebuilt.end.min(asked));
         if let Some(sent) = lock(&self.sent).take() {
             log.note(self.layer, What::Sync, sent, received.landed);
         }
@@ -216,7 +218,8 @@ impl Slot {
             }
             _ => works.iter().map(|w| poseidon::Factors { u: &w.u, v: &w.v }).collect(),
         };
-        Ok(session.send_factors(self.id, &parts, parameters)?)
+        session.send_factors(self.id, &parts, parameters)?;
+        Ok(session.rebuild(self.id)?)
     }
 }
 

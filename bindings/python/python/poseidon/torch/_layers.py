@@ -1,7 +1,6 @@
 """What of a model is synchronised as one, and Linear layers that hand out their factors."""
 
 import types
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Dict, Iterator, List, Optional, Set, Tuple
 
 import torch
@@ -37,7 +36,6 @@ class Unit:
         self.missing = 0
         self.ready: Set[nn.Parameter] = set()
         self.in_flight = False
-        self.rebuilding: Optional["Future[None]"] = None
         self.before: Dict[nn.Parameter, Any] = {}
         self.versions: List[int] = []
 
@@ -71,17 +69,9 @@ class Unit:
         memories = [(memory(u), memory(v)) for u, v in parts]
         session.send_factors(self.index, memories, memory(self.result))
 
-    def rebuild(self, session: _native.Session, threads: ThreadPoolExecutor) -> None:
-        """Has the gradient rebuilt from factors as soon as they are there, beside the backward pass."""
-        self.rebuilding = threads.submit(session.receive, self.index)
-
     def receive(self, session: _native.Session) -> None:
         """Waits for the result."""
-        rebuilding, self.rebuilding = self.rebuilding, None
-        if rebuilding is not None:
-            rebuilding.result()
-        else:
-            session.receive(self.index)
+        session.receive(self.index)
         self.in_flight = False
 
     def slices(self, whole: Tensor) -> Iterator[Tuple[nn.Parameter, Tensor]]:
@@ -198,8 +188,8 @@ class Factored:
     def done(self) -> None:
         """The weight is not needed any more in this backward pass."""
         unit = self.unit
-        if unit is not None and unit.in_flight and unit.rebuilding is None:
-            unit.rebuild(self.owner._session, self.owner._threads)
+        if unit is not None and unit.in_flight:
+            self.owner._session.rebuild(unit.index)
 
     def fold(self) -> None:
         """Turns factors kept during ``no_sync`` into gradients: the plan has decided against them."""

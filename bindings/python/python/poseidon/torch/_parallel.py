@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import json
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Set, Tuple
 
 import torch
@@ -25,10 +24,6 @@ from poseidon.torch._layers import (
 )
 
 MODELS: List["DistributedDataParallel"] = []
-
-# Rebuilds gradients from factors while the backward pass goes on. One is enough: a product uses as
-# many threads as torch does.
-_THREADS = ThreadPoolExecutor(1, "poseidon-rebuild")
 
 
 def _or_abort(method: Callable[..., None]) -> Callable[..., None]:
@@ -113,7 +108,6 @@ class DistributedDataParallel(nn.Module):
         self._rule: Any = None
         self._session: Optional[_native.Session] = None
         self._buffer_session: Optional[_native.Session] = None
-        self._threads = _THREADS
         self._units: List[Unit] = []
         self._unit_of: Dict[nn.Parameter, Unit] = {}
         self._usage_unit: Optional[Unit] = None

@@ -154,12 +154,11 @@ impl<'a> Worker<'a> {
             return Ok(());
         }
         let ready = self.session.is_ready(slot.id)?;
-        let asked = Instant::now();
         let received = self.session.receive(slot.id)?;
         let here = Instant::now();
         let by_factors = matches!(slot.work, Work::Factors { .. });
         if by_factors {
-            self.rebuilding += here - received.landed.clamp(asked, here);
+            self.rebuilding += received.rebuilt.map_or(Duration::ZERO, |r| r.end - r.start);
         }
         if by_factors || !ready {
             self.device.idle_until(here);
@@ -180,6 +179,7 @@ impl<'a> Worker<'a> {
             }
             Work::Factors { u, v } => {
                 self.session.send_factors(slot.id, &[Factors { u, v }], values)?;
+                self.session.rebuild(slot.id)?;
             }
         }
         Ok(())

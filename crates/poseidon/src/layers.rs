@@ -1,0 +1,170 @@
+//! What a session knows of its layers, and the thread that rebuilds their gradients beside the
+//! training program.
+
+use crate::board::Board;
+use crate::buffer::Buffer;
+use crate::exchange::Exchange;
+use crate::factors::Meeting;
+use crate::rebuild::{Rebuilder, Rule};
+use crate::{Error, LayerId};
+use poseidon_core::{Clock, Optimizer};
+use std::ops::Range;
+use std::sync::mpsc::{self, Receiver, Sender};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+/// The layers of one session, each its own affair.
+#[derive(Debug)]
+pub(crate) struct Layers {
+    states: Vec<Mutex<LayerState>>,
+    /// By layer, for those that go by factors.
+    meetings: Vec<Option<Arc<Meeting>>>,
+    optimizer: Optimizer,
+    /// How many threads a product may use.
+    threads: usize,
+}
+
+#[derive(Debug, Default)]
+pub(crate) struct LayerState {
+    pub(crate) clock: Clock,
+    /// Steps the update rule took before this session: its state came from a checkpoint.
+    pub(crate) steps_before: u64,
+    pub(crate) initialised: bool,
+    pub(crate) in_flight: Option<InFlight>,
+    pub(crate) rebuilder: Rebuilder,
+}
+
+/// What the lanes are working on.
+#[derive(Debug)]
+pub(crate) enum InFlight {
+    /// Chunks, through the shards.
+    Chunks(Arc<Exchange>),
+    /// Factors, from worker to worker; `values` waits for what they become.
+    Factors { clock: Clock, rate: f32, values: Buffer, rebuilt: Option<Range<Instant>> },
+}
+
+impl InFlight {
+    pub(crate) fn clock(&self) -> Clock {
+        match self {
+            Self::Chunks(exchange) => exchange.clock,
+            Self::Factors { clock, .. } => *clock,
+        }
+    }
+}
+
+impl Layers {
+    pub(crate) fn new(
+        meetings: Vec<Option<Arc<Meeting>>>,
+        optimizer: Optimizer,
+        threads: usize,
+    ) -> Self {
+        let states = meetings.iter().map(|_| Mutex::default()).collect();
+        Self { states, meetings, optimizer, threads }
+    }
+
+    /// One layer's state, or nothing if there is no such layer. Waits while it is being rebuilt.
+    pub(crate) fn state(&self, layer: LayerId) -> Option<MutexGuard<'_, LayerState>> {
+        let state = self.states.get(layer.index())?;
+        Some(state.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    /// As [`state`](Self::state), but nothing either while somebody else has it.
+    pub(crate) fn try_state(&self, layer: LayerId) -> Option<MutexGuard<'_, LayerState>> {
+        match self.states.get(layer.index())?.try_lock() {
+            Ok(state) => Some(state),
+            Err(TryLockError::Poisoned(poisoned)) => Some(poisoned.into_inner()),
+            Err(TryLockError::WouldBlock) => None,
+        }
+    }
+
+    pub(crate) fn ids(&self) -> impl Iterator<Item = LayerId> + use<> {
+        (0..self.states.len() as u32).map(LayerId)
+    }
+
+    /// Where the factors of `layer` meet, if it goes by factors.
+    pub(crate) fn meeting(&self, layer: LayerId) -> Option<&Arc<Meeting>> {
+        self.meetings.get(layer.index())?.as_ref()
+    }
+
+    /// Makes of a layer's factors, which have all come, what the program gets back. Once is enough.
+    pub(crate) fn rebuild(&self, layer: LayerId, state: &mut LayerState) {
+        let Some(InFlight::Factors { clock, rate, values, rebuilt: rebuilt @ None }) =
+            &mut state.in_flight
+        else {
+            return;
+        };
+        let meeting = self.meeting(layer).expect("only a layer with a meeting is sent by factors");
+        let rule = Rule {
+            optimizer: &self.optimizer,
+            rate: *rate,
+            clock: Clock(clock.0 + state.steps_before),
+            threads: self.threads,
+        };
+        let begun = Instant::now();
+        state.rebuilder.apply(meeting.matrix(*clock), &meeting.layout, &rule, values);
+        *rebuilt = Some(begun..Instant::now());
+    }
+}
+
+/// A thread that rebuilds layers as soon as their factors are there, in the order they are asked for.
+///
+/// It holds a layer's state while it works on it, so whoever needs the layer waits for it. What it
+/// has not begun the receiver does itself.
+pub(crate) struct Workshop {
+    orders: Option<Sender<Order>>,
+    thread: Option<JoinHandle<()>>,
+}
+
+type Order = (LayerId, Clock);
+
+impl Workshop {
+    /// `patience` is how long factors may take.
+    pub(crate) fn open(
+        layers: Arc<Layers>,
+        board: Arc<Board>,
+        patience: Duration,
+    ) -> Result<Self, Error> {
+        let (orders, taken) = mpsc::channel();
+        let thread = std::thread::Builder::new()
+            .name("poseidon-rebuild".into())
+            .spawn(move || work(&taken, &layers, &board, patience))
+            .map_err(Error::io("starting a thread that rebuilds gradients"))?;
+        Ok(Self { orders: Some(orders), thread: Some(thread) })
+    }
+
+    pub(crate) fn order(&self, layer: LayerId, clock: Clock) {
+        if let Some(orders) = &self.orders {
+            // Had the thread panicked, the receiver would rebuild the layer itself.
+            let _ = orders.send((layer, clock));
+        }
+    }
+}
+
+impl Drop for Workshop {
+    fn drop(&mut self) {
+        self.orders = None;
+        if let Some(thread) = self.thread.take() {
+            // A panic is a bug; its message is on standard error already.
+            let _ = thread.join();
+        }
+    }
+}
+
+fn work(orders: &Receiver<Order>, layers: &Layers, board: &Board, patience: Duration) {
+    // The receiver may have been faster, and the layer may be on its way again.
+    let of = |layer, clock| {
+        let state = layers.state(layer)?;
+        let due = state.in_flight.as_ref().is_some_and(|sent| sent.clock() == clock);
+        due.then_some(state)
+    };
+    for (layer, clock) in orders {
+        // A failure, or a deadline that passes, is told to whoever receives the layer.
+        if of(layer, clock).is_some()
+            && board.wait_beside(layer, Instant::now() + patience)
+            && let Some(mut state) = of(layer, clock)
+        {
+            layers.rebuild(layer, &mut state);
+        }
+    }
+}
