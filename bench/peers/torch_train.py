@@ -41,9 +41,12 @@ def main():
     net, x, y = torch_nets.NETS[args.net]()
     net, optimizer, barrier, leave = prepare(args.contender, net)
 
+    computing = torch_nets.computing(args.net)
+
     def step():
         optimizer.zero_grad()
-        F.cross_entropy(net(x), y).backward()
+        with computing:
+            F.cross_entropy(net(x), y).backward()
         optimizer.step()
 
     for _ in range(WARM_UP):

@@ -33,6 +33,21 @@ pub trait Link: Send {
     /// stream. More than 1024 buffers are not all used.
     fn read(&mut self, bufs: &mut [IoSliceMut<'_>]) -> io::Result<usize>;
 
+    /// What has come and lies in memory already, to be used where it is and then
+    /// [consumed](Link::consume). Nothing on links that must be read, and nothing where the next
+    /// [`read`](Link::read) would wait.
+    fn peek(&self) -> io::Result<&[u8]> {
+        Ok(&[])
+    }
+
+    /// As if `bytes` of what [`peek`](Link::peek) showed had been read.
+    fn consume(&mut self, bytes: usize) -> io::Result<()> {
+        match bytes {
+            0 => Ok(()),
+            _ => Err(io::Error::new(io::ErrorKind::InvalidInput, "nothing was shown")),
+        }
+    }
+
     /// Writes some prefix of `bufs`. More than 1024 buffers are not all used.
     fn write(&mut self, bufs: &[IoSlice<'_>]) -> io::Result<usize>;
 

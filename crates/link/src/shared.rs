@@ -129,6 +129,19 @@ impl SharedLink {
         self.mapping.ring(usize::from(self.end == End::Caller))
     }
 
+    /// Everything before `position` has been read.
+    fn advance(&mut self, position: u64) -> io::Result<()> {
+        self.read = position;
+        let ring = self.incoming();
+        ring.control.read.0.store(position, Ordering::SeqCst);
+        // Not for every few bytes: a writer that waits wants room for a good piece.
+        let left = ring.ready(position)?;
+        if left <= RING / 2 && ring.control.writer_waits.0.swap(0, Ordering::SeqCst) == 1 {
+            self.ring_bell();
+        }
+        Ok(())
+    }
+
     /// Wakes the other side. A full socket means that it has bells enough to wake up to; a broken
     /// one is found out by whoever reads next.
     fn ring_bell(&self) {
@@ -154,13 +167,7 @@ impl Link for SharedLink {
                     ring.copy_out(position, &mut rest[..n]);
                     position += n as u64;
                 }
-                ring.control.read.0.store(position, Ordering::SeqCst);
-                // Not for every few bytes: a writer that waits wants room for a good piece.
-                let left = ring.ready(position)?;
-                if left <= RING / 2 && ring.control.writer_waits.0.swap(0, Ordering::SeqCst) == 1 {
-                    self.ring_bell();
-                }
-                self.read = position;
+                self.advance(position)?;
                 total += ready;
             }
             if total == room {
@@ -179,6 +186,20 @@ impl Link for SharedLink {
             // What was written before the end is read before it.
             return if self.ended { Ok(0) } else { Err(ErrorKind::WouldBlock.into()) };
         }
+    }
+
+    fn peek(&self) -> io::Result<&[u8]> {
+        let ring = self.incoming();
+        Ok(ring.lend(self.read, ring.ready(self.read)?))
+    }
+
+    fn consume(&mut self, bytes: usize) -> io::Result<()> {
+        let ready = self.incoming().ready(self.read)?;
+        if bytes > ready {
+            let why = format!("{bytes} bytes consumed of {ready}");
+            return Err(io::Error::new(ErrorKind::InvalidInput, why));
+        }
+        self.advance(self.read + bytes as u64)
     }
 
     fn write(&mut self, bufs: &[IoSlice<'_>]) -> io::Result<usize> {
@@ -254,7 +275,7 @@ struct Ring<'a> {
     data: NonNull<u8>,
 }
 
-impl Ring<'_> {
+impl<'a> Ring<'a> {
     /// Bytes the reader at `position` may take.
     fn ready(&self, position: u64) -> io::Result<usize> {
         self.distance(self.control.written.0.load(Ordering::SeqCst), position)
@@ -287,6 +308,14 @@ impl Ring<'_> {
             self.data.add(at).copy_from_nonoverlapping(NonNull::from(first).cast(), first.len());
             self.data.copy_from_nonoverlapping(NonNull::from(second).cast(), second.len());
         }
+    }
+
+    /// The next `ready` bytes at `position`, as far as they lie in one piece.
+    fn lend(&self, position: u64, ready: usize) -> &'a [u8] {
+        let at = position as usize % RING;
+        // SAFETY: within the ring. The writer does not touch what is ready until `read` says so; if
+        // it does all the same, the bytes are garbage, as they would be in a copy.
+        unsafe { std::slice::from_raw_parts(self.data.add(at).as_ptr(), ready.min(RING - at)) }
     }
 
     fn copy_out(&self, position: u64, bytes: &mut [u8]) {
@@ -398,6 +427,11 @@ mod tests {
                     Err(e) => prop_assert_eq!(e.kind(), ErrorKind::WouldBlock),
                 }
                 let &(first, second) = reads.next().unwrap();
+                // Some of it is used where it is.
+                let shown = b.peek().unwrap();
+                let used = shown.len().min(second);
+                got.extend_from_slice(&shown[..used]);
+                b.consume(used).unwrap();
                 let (mut x, mut y) = (vec![0; first], vec![0; second]);
                 match b.read(&mut [IoSliceMut::new(&mut x), IoSliceMut::new(&mut y)]) {
                     Ok(n) => {
@@ -438,6 +472,23 @@ mod tests {
     }
 
     #[test]
+    fn a_writer_that_found_no_room_is_rung_for_when_bytes_are_used_where_they_are() {
+        let (mut a, mut b) = pair();
+        let bytes = vec![7; RING + 10];
+        assert_eq!(a.write(&[IoSlice::new(&bytes)]).unwrap(), RING);
+        assert!(would_block(a.write(&[IoSlice::new(&bytes)])));
+        assert_eq!(b.peek().unwrap(), &bytes[..RING]);
+        assert_eq!(b.peek().unwrap().len(), RING, "looking takes nothing");
+        b.consume(RING).unwrap();
+        assert_eq!(b.peek().unwrap(), []);
+        let mut bells = [0; 8];
+        assert_eq!((&a.bell).read(&mut bells).unwrap(), 1);
+        assert!(b.consume(1).is_err(), "nothing is left");
+        assert_eq!(a.write(&[IoSlice::new(&bytes[..10])]).unwrap(), 10);
+        assert_eq!(b.peek().unwrap(), &bytes[..10]);
+    }
+
+    #[test]
     fn what_was_written_is_read_before_the_end() {
         let (mut a, mut b) = pair();
         a.write(&[IoSlice::new(b"last words")]).unwrap();
@@ -454,6 +505,7 @@ mod tests {
         let (a, mut b) = pair();
         a.outgoing().control.written.0.store(u64::MAX, Ordering::SeqCst);
         let mut buf = [0; 8];
+        assert_eq!(b.peek().unwrap_err().kind(), ErrorKind::InvalidData);
         let error = b.read(&mut [IoSliceMut::new(&mut buf)]).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::InvalidData);
         assert!(error.to_string().contains("cannot hold"), "{error}");

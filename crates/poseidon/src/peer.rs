@@ -239,6 +239,17 @@ impl Peer {
         holdings: &mut Holdings,
         scratch: &mut [f32],
     ) -> io::Result<(usize, bool)> {
+        if let State::Sum { sum, lent, left, carried: 0, .. } = &mut self.state {
+            // Where the bytes lie in memory already, they are added from there.
+            let ready = self.link.peek()?;
+            let whole = ready.len().min(*left) / size_of::<f32>() * size_of::<f32>();
+            if let Ok(piece @ [_, ..]) = bytemuck::try_cast_slice(&ready[..whole]) {
+                holdings.handle_piece(sum, lent, piece);
+                self.link.consume(whole)?;
+                *left -= whole;
+                return Ok((whole, false));
+            }
+        }
         let head = &mut self.head;
         let have = self.have;
         let mut read = |link: &mut dyn Link, payload: &mut [u8], last: bool| {

@@ -24,7 +24,7 @@ pub(super) const VGG: Net = Net {
     name: "vgg",
     batch: 32,
     about: "VGG19's layers with both dimensions divided by sqrt(8), 18.0M parameters, batch 32. Computing is slept: \
-        1/6 s forward and 1/3 s backward, split by operations; the Linear layers and SGD also compute in earnest",
+        1/6 s forward and 1/3 s backward, split by operations; products are skipped but for those that rebuild gradients from factors, SGD is computed",
 };
 
 pub(super) const FC: Net = Net {
