@@ -281,9 +281,15 @@ impl Env<'_> {
     }
 
     fn seconds(&self, name: &str, default: u64) -> Result<Duration, Error> {
-        let parsed = self.parse(name)?.map(Duration::try_from_secs_f64);
-        let bad = |_| Error::Config(format!("{name}: expected a positive number of seconds"));
-        Ok(parsed.transpose().map_err(bad)?.unwrap_or(Duration::from_secs(default)))
+        let Some(seconds) = self.parse::<f64>(name)? else {
+            return Ok(Duration::from_secs(default));
+        };
+        if !(seconds > 0.0 && seconds <= LONGEST) {
+            return Err(Error::Config(format!(
+                "{name} is {seconds}: expected seconds, more than 0 and at most {LONGEST}, a year"
+            )));
+        }
+        Ok(Duration::from_secs_f64(seconds))
     }
 
     fn need<T: FromStr<Err: fmt::Display>>(&self, name: &str, because: &str) -> Result<T, Error> {
@@ -432,6 +438,9 @@ fn first_host(list: &str) -> String {
     format!("{prefix}{number}{suffix}")
 }
 
+/// A year is as good as forever, and clocks can count that far.
+const LONGEST: f64 = 365.0 * 24.0 * 3600.0;
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -451,6 +460,17 @@ mod tests {
         let lanes: Vec<_> =
             default.iter().map(|&(cores, all, here)| default_lanes(cores, all, here)).collect();
         assert_eq!(lanes, [1, 2, 8, 4, 8, 2, 2]);
+    }
+
+    #[test]
+    fn deadlines_are_times_that_come() {
+        let timeout = |value| config(&[("POSEIDON_TIMEOUT", value)]);
+        assert_eq!(timeout("2.5").unwrap().timeout, Duration::from_millis(2500));
+        assert_eq!(timeout("").unwrap().timeout, Duration::from_secs(300));
+        for value in ["0", "-1", "nan", "inf", "1e300"] {
+            let error = timeout(value).unwrap_err().to_string();
+            assert!(error.contains("POSEIDON_TIMEOUT") && error.contains("a year"), "{error}");
+        }
     }
 
     #[test]
