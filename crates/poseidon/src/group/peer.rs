@@ -252,6 +252,22 @@ impl Peer {
     /// One system call: the rest of this payload and, in the same breath, the next header. Returns the
     /// bytes read and whether that was less than there was room for.
     fn read_once(&mut self, scratch: &mut [u64]) -> io::Result<(usize, bool)> {
+        if let State::Payload { landing, done, carried: 0, .. } = &mut self.state
+            && let Mode::Reduce(dtype, op) = landing.mode
+        {
+            // Where the bytes lie in memory already, they are combined from there.
+            let ready = self.link.peek()?;
+            let left = landing.region.len - *done;
+            let whole = ready.len().min(left) / dtype.size() * dtype.size();
+            if whole > 0 && ready.as_ptr().addr() % dtype.size() == 0 {
+                // SAFETY: as below.
+                let region = unsafe { landing.region.bytes_mut() };
+                reduce(dtype, op, &mut region[*done..*done + whole], &ready[..whole]);
+                self.link.consume(whole)?;
+                *done += whole;
+                return Ok((whole, false));
+            }
+        }
         let (head, have, link) = (&mut self.head, self.have, &mut *self.link);
         let mut read = |payload: &mut [u8], last: bool| {
             let head = if last { &mut head[have..] } else { &mut [] };
