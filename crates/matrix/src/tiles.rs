@@ -85,13 +85,12 @@ impl Output {
     }
 }
 
-/// How far a block of the output is computed before the next: 48 KiB of each factor, about what the nearest cache holds, and
-/// eight steps, in which the unit has fetched the 32 rows of the block that is next.
+/// How far a block of the output is computed before the next: 48 KiB of each factor, about what the nearest cache holds.
 const DEPTH: usize = 256;
 
-/// Columns of `b` packed at a time: 768 KiB at full depth, which stay in the second-level cache while all of `a`
-/// passes. 256 and 1024 are a tenth slower.
-const COLUMNS: usize = 512;
+/// Most memory for columns of `b`, packed: they stay in the second-level cache while all of `a` passes. Half and twice as
+/// much is a tenth slower, where that cache has 2 MiB.
+const COLUMNS_MEMORY: usize = 768 << 10;
 
 /// Most memory for rows of `a`, packed, in bytes. More of them are packed in parts, each with another pass over `b`.
 const ROWS_MEMORY: usize = 32 << 20;
@@ -111,18 +110,20 @@ thread_local! {
 unsafe fn compute(permit: Permit, a: Matrix<'_>, b: Matrix<'_>, add: bool, output: Output) {
     let ((rows, inner), columns) = (a.shape(), b.shape().1);
     let steps = inner.div_ceil(Step::DEPTH);
-    let some = (ROWS_MEMORY / (steps * size_of::<Step>())).max(1) * SIDE;
+    let panels = |memory: usize, steps: usize| (memory / (steps * size_of::<Step>())).max(1) * SIDE;
+    let some_rows = panels(ROWS_MEMORY, steps);
+    let some_columns = panels(COLUMNS_MEMORY, steps.min(DEPTH / Step::DEPTH));
     PACKED.with_borrow_mut(|Packed { a: packed_a, b: packed_b }| {
         let tiles = Tiles::configure(permit);
-        for first_row in (0..rows).step_by(some) {
-            let a = a.rows(first_row..(first_row + some).min(rows));
+        for first_row in (0..rows).step_by(some_rows) {
+            let a = a.rows(first_row..(first_row + some_rows).min(rows));
             pack::pack(permit, a, Form::Left, packed_a);
-            for first_column in (0..columns).step_by(COLUMNS) {
-                let some_columns = first_column..(first_column + COLUMNS).min(columns);
+            for first_column in (0..columns).step_by(some_columns) {
+                let range = first_column..(first_column + some_columns).min(columns);
                 for depth in (0..inner).step_by(DEPTH) {
                     let b = b
                         .rows(depth..(depth + DEPTH).min(inner))
-                        .columns(some_columns.clone())
+                        .columns(range.clone())
                         .transposed();
                     pack::pack(permit, b, Form::Right, packed_b);
                     let packed = Factors {

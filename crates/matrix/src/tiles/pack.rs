@@ -95,11 +95,14 @@ fn pack_across(lines: Matrix<'_>, steps: usize, into: &mut [Step]) {
     };
     for row in 0..steps * LANES {
         let (first, second) = (place(2 * row), place(2 * row + 1));
+        let next = (place(2 * row + 2), place(2 * row + 3));
         let (step, row) = (row / LANES, row % LANES);
         let into = into.chunks_exact_mut(steps).map(|panel| &mut panel[step]);
         for (panel, into) in into.enumerate() {
             for half in 0..2 {
                 let line = panel * SIDE + half * LANES;
+                fetch(next.0, line);
+                fetch(next.1, line);
                 let (first, second) = (split(load(first, line)), split(load(second, line)));
                 for part in 0..3 {
                     let lower = _mm512_srli_epi32::<16>(first[part]);
@@ -109,6 +112,13 @@ fn pack_across(lines: Matrix<'_>, steps: usize, into: &mut [Step]) {
             }
         }
     }
+}
+
+/// Has the cache get values from `at` on.
+#[target_feature(enable = "avx512f,avx512bw")]
+#[inline]
+fn fetch(values: &[f32], at: usize) {
+    _mm_prefetch::<_MM_HINT_T0>(values.as_ptr().wrapping_add(at).cast());
 }
 
 /// Sixteen values from `at` on; zeros beyond the last.

@@ -81,7 +81,7 @@ impl Tiles {
     }
 
     /// Multiplies a panel of a by a panel of b, step by step, into 32 x 32 values: overwrites them or
-    /// adds to them. Meanwhile the cache fetches four rows per step of the block of the same size that is written `next`.
+    /// adds to them. Meanwhile the cache fetches the block of the same size that is written `next`.
     ///
     /// Parts 1, 2 and 3 of a number get smaller by 2^-8 each. Of the nine products of parts the six largest are taken,
     /// small ones first, in an order in which a product shares one side with the product before: 14 loads for 24 products.
@@ -103,7 +103,7 @@ impl Tiles {
         // is allowed anywhere. Labels are local, no stack is used, memory is clobbered.
         unsafe {
             asm!(
-                "test {add:e}, {add:e}",
+                "test {count}, {count}",
                 "jz 2f",
                 "tileloadd tmm0, [{top} + {stride}*1]",
                 "tileloadd tmm1, [{top} + {stride}*1 + 64]",
@@ -143,18 +143,13 @@ impl Tiles {
                 "tileloadd tmm7, [{b} + {row}*1 + 1024]",
                 products!(),
                 // Two addresses reach all lines of a row that the block before has not written to.
+                "mov {count}, {fetched}",
+                "4:",
                 "prefetchw [{next} + 63]",
                 "prefetchw [{next} + 127]",
                 "add {next}, {stride}",
-                "prefetchw [{next} + 63]",
-                "prefetchw [{next} + 127]",
-                "add {next}, {stride}",
-                "prefetchw [{next} + 63]",
-                "prefetchw [{next} + 127]",
-                "add {next}, {stride}",
-                "prefetchw [{next} + 63]",
-                "prefetchw [{next} + 127]",
-                "add {next}, {stride}",
+                "dec {count}",
+                "jnz 4b",
                 "add {a}, {step}",
                 "add {b}, {step}",
                 "dec {steps}",
@@ -171,7 +166,8 @@ impl Tiles {
                 bottom = in(reg) to.at(SIDE / 2, 0).first,
                 stride = in(reg) to.stride * size_of::<f32>(),
                 row = in(reg) 64_usize,
-                add = in(reg) u32::from(add),
+                count = inout(reg) usize::from(add) => _,
+                fetched = in(reg) SIDE.div_ceil(a.len()),
                 step = const size_of::<Step>(),
                 out("tmm0") _, out("tmm1") _, out("tmm2") _, out("tmm3") _,
                 out("tmm4") _, out("tmm5") _, out("tmm6") _, out("tmm7") _,
