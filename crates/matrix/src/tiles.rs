@@ -57,13 +57,13 @@ pub(crate) fn multiply(a: Matrix<'_>, b: Matrix<'_>, add: bool, threads: usize, 
         // exclusively until all parts are done.
         unsafe { compute(permit, a, b, add, output) }
     };
-    let mut ranges = (0..side).step_by(share).map(|start| start..(start + share).min(side));
+    let ranges = (0..side).step_by(share).map(|start| start..(start + share).min(side));
     if share >= side {
         return ranges.for_each(part);
     }
     rayon::scope(|scope| {
         let part = &part;
-        ranges.by_ref().for_each(|range| scope.spawn(move |_| part(range)));
+        ranges.for_each(|range| scope.spawn(move |_| part(range)));
     });
 }
 
@@ -88,7 +88,7 @@ impl Output {
 /// How far a block of the output is computed before the next: 48 KiB of each factor, about what the nearest cache holds.
 const DEPTH: usize = 256;
 
-/// Most memory for columns of `b`, packed: they stay in the second-level cache while all of `a` passes. Half and twice as
+/// Most memory for columns of `b`, packed, in bytes: they stay in the second-level cache while all of `a` passes. Half and twice as
 /// much is a tenth slower, where that cache has 2 MiB.
 const COLUMNS_MEMORY: usize = 768 << 10;
 
