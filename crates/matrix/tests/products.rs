@@ -71,12 +71,13 @@ fn a_matrix_of_ones_and_zeros_moves_numbers_bit_by_bit() {
 
 #[test]
 fn errors_are_those_of_single_precision() {
+    let units = units();
     let mut worst = [0.0_f64; 2];
     for shape in shapes() {
         let factors = Factors::new(shape, |len| Numbers(6).mixed(len), |len| Numbers(7).mixed(len));
         let (expected, magnitudes) =
             (factors.exact(|a, b| a * b), factors.exact(|a, b| (a * b).abs()));
-        for unit in units() {
+        for &unit in &units {
             let mut result = vec![0.0; expected.len()];
             factors.product(0).on(unit).write_to(&mut result);
             for ((result, expected), magnitude) in result.iter().zip(&expected).zip(&magnitudes) {
@@ -109,10 +110,11 @@ fn errors_have_no_direction() {
 
 #[test]
 fn the_number_of_threads_does_not_show() {
+    let units: Vec<_> = units().into_iter().map(Some).chain([None]).collect();
     for shape in [(257, 300, 1100), (1100, 300, 257), (33, 40, 31), (40, 40, 40)] {
         let factors =
             Factors::new(shape, |len| Numbers(10).mixed(len), |len| Numbers(11).mixed(len));
-        for unit in units().into_iter().map(Some).chain([None]) {
+        for &unit in &units {
             for orientation in 0..4 {
                 let product = |threads| {
                     let product = factors.product(orientation).threads(threads);
