@@ -12,7 +12,6 @@ pub mod net;
 pub mod schedule;
 pub mod train;
 
-mod gemm;
 mod layer;
 
 pub use loss::Loss;

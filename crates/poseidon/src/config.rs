@@ -85,6 +85,7 @@ impl Config {
     /// | `POSEIDON_LINK` | `auto`, `tcp`, `unix` |
     /// | `POSEIDON_PIN` | `0`: never keep lanes on one core each, not even where nodes share a host |
     /// | `POSEIDON_CLUSTER` | the job's name |
+    /// | `POSEIDON_AMX` | `0`: multiply matrices without AMX; read by `poseidon-matrix`, once per process |
     /// | `POSEIDON_TIMEOUT`, `POSEIDON_CONNECT_TIMEOUT`, `POSEIDON_SILENCE` | seconds |
     pub fn from_env() -> Result<Self, Error> {
         Self::from_variables(&|name| std::env::var(name).ok())

@@ -4,10 +4,10 @@
 //! of 256). It runs on the thread that receives the layer, never on a lane. Every worker does the
 //! same on the same numbers in the same order, so replicas stay equal bit by bit on equal machines.
 
-use gemm::Parallelism;
 use poseidon_core::factors::Layout;
 use poseidon_core::optim::{Step, add, scale};
 use poseidon_core::{Clock, Optimizer};
+use poseidon_matrix::{Matrix, Product};
 use std::ops::Range;
 
 /// What a worker keeps of a layer that goes by factors: its optimizer's state, which for other
@@ -123,35 +123,9 @@ impl Rebuilder {
 fn product(matrix: &[f32], layout: &Layout, rows: Range<usize>, threads: usize, into: &mut [f32]) {
     let Layout { m, n, .. } = *layout;
     let width = layout.width();
-    let samples = matrix.len() / width;
-    assert_eq!(matrix.len(), samples * width, "factors are whole rows");
-    assert!(rows.end <= m && into.len() == rows.len() * n, "a block of the gradient");
-    // SAFETY: for i < rows.len(), j < n, k < samples: element (i, k) of uᵀ is matrix[k·width +
-    // rows.start + i], element (k, j) of v is matrix[k·width + m + j], and element (i, j) of the
-    // result is into[i·n + j]; all in bounds by the assertions, and `into` is borrowed exclusively.
-    unsafe {
-        gemm::gemm(
-            rows.len(),
-            n,
-            samples,
-            into.as_mut_ptr(),
-            1,
-            n as isize,
-            false,
-            matrix.as_ptr().wrapping_add(rows.start),
-            width as isize,
-            1,
-            matrix.as_ptr().wrapping_add(m),
-            1,
-            width as isize,
-            0.0,
-            1.0,
-            false,
-            false,
-            false,
-            if threads > 1 { Parallelism::Rayon(threads) } else { Parallelism::None },
-        );
-    }
+    let matrix = Matrix::row_major(matrix, matrix.len() / width, width);
+    let (u, v) = (matrix.columns(rows), matrix.columns(m..m + n));
+    Product::new(u.transposed(), v).threads(threads).write_to(into);
 }
 
 #[cfg(test)]

@@ -7,8 +7,9 @@ use serde::Deserialize;
 const ARROWS: &[(&str, &[&str])] = &[
     ("poseidon-core", &[]),
     ("poseidon-link", &["poseidon-core"]),
-    ("poseidon", &["poseidon-core", "poseidon-link"]),
-    ("poseidon-nn", &["poseidon-core", "poseidon"]),
+    ("poseidon-matrix", &[]),
+    ("poseidon", &["poseidon-core", "poseidon-link", "poseidon-matrix"]),
+    ("poseidon-nn", &["poseidon-core", "poseidon-matrix", "poseidon"]),
     ("poseidon-python", &["poseidon-core", "poseidon"]),
     ("poseidon-sim", &["poseidon-core"]),
     (

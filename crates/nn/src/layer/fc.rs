@@ -1,8 +1,8 @@
 //! Fully connected: y = W x + b.
 
-use crate::gemm::{Matrix, multiply};
 use crate::layer::transpose;
 use crate::model::Shape;
+use poseidon_matrix::{Matrix, Product};
 
 pub(crate) struct Fc {
     pub(crate) outputs: usize,
@@ -40,16 +40,16 @@ impl Fc {
         for y in y.chunks_exact_mut(m) {
             y.copy_from_slice(bias);
         }
-        let weights = Matrix::new(weights, m, n).transposed();
-        multiply(Matrix::new(self.rows(rows, x), rows, n), weights, true, y);
+        let weights = Matrix::row_major(weights, m, n).transposed();
+        Product::new(Matrix::row_major(self.rows(rows, x), rows, n), weights).add_to(y);
     }
 
     /// The weights' gradient, then the biases', from the output's, `u`.
     pub(crate) fn gradient(&self, rows: usize, x: &[f32], u: &[f32], gradient: &mut [f32]) {
         let (m, n) = (self.outputs, self.inputs);
         let (weights, bias) = gradient.split_at_mut(m * n);
-        let v = Matrix::new(self.rows(rows, x), rows, n);
-        multiply(Matrix::new(u, rows, m).transposed(), v, false, weights);
+        let v = Matrix::row_major(self.rows(rows, x), rows, n);
+        Product::new(Matrix::row_major(u, rows, m).transposed(), v).write_to(weights);
         bias.fill(0.0);
         for u in u.chunks_exact(m) {
             bias.iter_mut().zip(u).for_each(|(sum, u)| *sum += u);
@@ -59,13 +59,13 @@ impl Fc {
     /// The input's gradient from the output's, `u`.
     pub(crate) fn backward(&mut self, rows: usize, u: &[f32], parameters: &[f32], dx: &mut [f32]) {
         let (m, n) = (self.outputs, self.inputs);
-        let u = Matrix::new(u, rows, m);
-        let weights = Matrix::new(&parameters[..m * n], m, n);
+        let u = Matrix::row_major(u, rows, m);
+        let weights = Matrix::row_major(&parameters[..m * n], m, n);
         let Some(flat) = &mut self.flat else {
-            return multiply(u, weights, false, dx);
+            return Product::new(u, weights).write_to(dx);
         };
         let gradient = &mut flat.gradient[..rows * n];
-        multiply(u, weights, false, gradient);
+        Product::new(u, weights).write_to(gradient);
         let positions = self.input.height * self.input.width;
         for (from, to) in gradient.chunks_exact(n).zip(dx.chunks_exact_mut(n)) {
             transpose(from, self.input.channels, positions, to);
