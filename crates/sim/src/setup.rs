@@ -37,8 +37,9 @@ pub struct Setup {
     pub network: Network,
     /// What moving bytes costs a node.
     pub host: Host,
-    /// Floating-point operations per second at which a worker rebuilds gradients from factors;
-    /// `None` if that costs nothing. Its own batch's share is part of its backward pass.
+    /// Floating-point operations per second at which gradients are rebuilt from factors: by a second
+    /// processor of each worker, beside its computing, or by the worker where that has not begun.
+    /// `None` if that costs nothing. The share of the worker's own batch is part of its backward pass.
     pub rebuild_rate: Option<f64>,
     /// Workers that are slower than their profile.
     pub stragglers: Stragglers,
