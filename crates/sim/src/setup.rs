@@ -201,7 +201,27 @@ impl Setup {
                 return Err(Error::Number { what, expected: "a number of at least 0", got });
             }
         }
+        // Whoever wants layers whole wants it so, and workers are there in any case.
+        let whole = self.placement == Placement::PerTensor || self.follows(SchemeRule::Adam);
+        if !whole && self.cluster.servers().extra() > 0 {
+            self.check_servers()?;
+        }
         Ok(())
+    }
+
+    /// Whether there is a chunk for every server, those on workers included.
+    pub fn check_servers(&self) -> Result<(), Error> {
+        let chunks = self.plan().all_chunks().count();
+        let servers = self.cluster.server_ids().count();
+        if servers > chunks {
+            return Err(Error::IdleServers { servers, chunks });
+        }
+        Ok(())
+    }
+
+    /// Whether any layer follows `rule`.
+    fn follows(&self, rule: SchemeRule) -> bool {
+        self.scheme == rule || self.overrides.iter().any(|(_, other)| *other == rule)
     }
 }
 

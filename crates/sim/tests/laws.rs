@@ -412,6 +412,13 @@ fn nonsense_is_refused_with_the_number() {
         words(|s| s.overrides.push((LayerId(19), SchemeRule::Ps))),
         "there is no layer 19: the model has 19"
     );
+    assert_eq!(
+        refused(|s| {
+            (s.layers, s.rows, s.times) = (vec![s.layers[0].clone()], vec![1], vec![s.times[0]]);
+            s.cluster = Cluster::new(2, Servers::Dedicated(3), 1).unwrap();
+        }),
+        Error::IdleServers { servers: 3, chunks: 1 }
+    );
     assert!(
         words(|s| s.failures.push(Failure { node: NodeId(2), at: Duration::ZERO })).contains("2")
     );
