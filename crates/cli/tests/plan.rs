@@ -207,6 +207,21 @@ fn more_servers_than_chunks_are_refused() {
     let folder = TempDir::new().unwrap();
     let words = ["500 servers", "chunks", "--chunk"];
     refused(folder.path(), "--model cifar10-quick --workers 4 --servers 500", &words);
+    // However they were asked for: a chunk of 100 numbers is the least there is.
+    let layer = r#"{"name": "l", "kind": "other", "parameters": 100, "forward_flops": 1e9}"#;
+    let model = format!(r#"{{"name": "tiny", "layers": [{layer}]}}"#);
+    fs::write(folder.path().join("tiny.json"), model).unwrap();
+    let tiny = "--model tiny.json --workers 4";
+    for (servers, count) in
+        [("colocated", 4), ("4", 4), ("2", 2), ("dedicated:4", 4), ("colocated+1", 5)]
+    {
+        let count = format!("{count} servers");
+        let words = [count.as_str(), "chunks is 1", "fewer servers", "--servers", "--chunk"];
+        refused(folder.path(), &format!("{tiny} --servers {servers}"), &words);
+    }
+    // Not asked for, they are only there because the workers are.
+    let output = plan(folder.path(), tiny);
+    assert!(output.status.success(), "{output:?}");
 }
 
 #[test]

@@ -12,6 +12,8 @@ pub(crate) struct Time(u64);
 pub(crate) enum Event {
     /// A worker has done what it was computing.
     Computed(u16),
+    /// A worker's second processor has rebuilt a gradient.
+    Rebuilt(u16),
     /// A node's link is free for the segment that waits for it.
     Begin(u16),
     /// A node's segment is out.

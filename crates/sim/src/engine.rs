@@ -4,7 +4,8 @@ use crate::Error;
 use crate::calendar::{Calendar, Event, Time};
 use crate::fabric::{Done, Fabric};
 use crate::node::{Book, Node};
-use crate::outcome::{Halt, LayerTimeline};
+use crate::outcome::{Halt, LayerTimeline, Rebuilt};
+use crate::rebuild::Sent;
 use crate::setup::Setup;
 use crate::worker::{Next, Program, Worker};
 use poseidon_core::{Clock, LayerId, LayerKind, NodeId};
@@ -42,11 +43,14 @@ impl<'a> Engine<'a> {
             plan,
         };
         let rebuild = ids().map(|layer| {
-            book.plan.factors(layer)?;
-            let LayerKind::Fc { m, n } = setup.layers[layer.index()].kind else { return None };
             // The worker's own rows are in its backward pass.
             let rows = setup.factor_rows(layer) * (setup.cluster.workers() - 1);
-            Some(setup.rebuild_rate.map_or(0.0, |rate| 2.0 * (m * n) as f64 * rows as f64 / rate))
+            match (book.plan.factors(layer), setup.layers[layer.index()].kind, setup.rebuild_rate) {
+                (Some(_), LayerKind::Fc { m, n }, Some(rate)) => {
+                    2.0 * (m * n) as f64 * rows as f64 / rate
+                }
+                _ => 0.0,
+            }
         });
         let program = Program::new(setup, rebuild.collect());
         let nodes = setup.cluster.node_ids().map(|id| Node::new(&book, id)).collect();
@@ -75,9 +79,16 @@ impl<'a> Engine<'a> {
             self.go_on(worker);
         }
         while let Some(event) = self.calendar.next() {
-            if let Event::Computed(worker) = event {
-                self.go_on(NodeId(worker));
-                continue;
+            match event {
+                Event::Computed(worker) => {
+                    self.go_on(NodeId(worker));
+                    continue;
+                }
+                Event::Rebuilt(worker) => {
+                    self.handle_rebuilt(NodeId(worker));
+                    continue;
+                }
+                _ => {}
             }
             match self.fabric.handle(event, &mut self.calendar) {
                 Done::Nothing => {}
@@ -126,24 +137,60 @@ impl<'a> Engine<'a> {
         Duration::from_secs_f64(self.calendar.now().seconds())
     }
 
-    /// A layer is back: its worker may go on.
+    /// A layer is back: it is rebuilt now, or its worker may go on.
     fn handle_back(&mut self, node: NodeId, layer: usize, clock: u64) {
         let now = self.calendar.now();
-        if self.watches(node, clock) {
-            self.timeline[layer].applied = now.seconds();
-        }
         let worker = &mut self.workers[node.index()];
-        if let Some((since, awaited)) = worker.waiting
-            && awaited == layer
-        {
-            let waited = now.since(since);
-            worker.waiting = None;
+        let waited = worker.end_wait(layer, now);
+        if let Some(waited) = waited {
             worker.waited[worker.step as usize] += waited;
-            if self.watches(node, clock) {
-                self.timeline[layer].awaited += waited;
-            }
+        }
+        if self.watches(node, clock) {
+            let seen = &mut self.timeline[layer];
+            (seen.landed, seen.applied) = (now.seconds(), now.seconds());
+            seen.awaited += waited.unwrap_or(0.0);
+        }
+        self.rebuild(node);
+        if waited.is_some() {
+            self.go_on(node); // and wait again, if its second processor has begun with the layer
+        }
+    }
+
+    /// A worker's second processor has rebuilt a gradient.
+    fn handle_rebuilt(&mut self, node: NodeId) {
+        let now = self.calendar.now();
+        let worker = &mut self.workers[node.index()];
+        let rebuilt = worker.rebuilder.handle_rebuilt();
+        let waited = rebuilt.and_then(|sent| worker.end_wait(sent.layer, now));
+        if let Some(waited) = waited {
+            worker.rebuilt[worker.step as usize] += waited;
+        }
+        self.rebuild(node);
+        if waited.is_some() {
             self.go_on(node);
         }
+    }
+
+    /// Lets a worker's second processor begin with what it can.
+    fn rebuild(&mut self, id: NodeId) {
+        let node = &self.nodes[id.index()];
+        let rebuilder = &mut self.workers[id.index()].rebuilder;
+        if let Some(sent) = rebuilder.poll_begin(|layer| !node.is_in_flight(layer)) {
+            let end = self.note_rebuilding(id, sent, true);
+            self.calendar.enter(end, Event::Rebuilt(id.0));
+        }
+    }
+
+    /// A gradient is being rebuilt from now on. Returns until when.
+    fn note_rebuilding(&mut self, node: NodeId, sent: Sent, beside: bool) -> Time {
+        let now = self.calendar.now();
+        let end = now + Time::from_seconds(self.program.rebuild[sent.layer]);
+        if self.watches(node, sent.clock) {
+            let seen = &mut self.timeline[sent.layer];
+            seen.rebuilt = Some(Rebuilt { start: now.seconds(), beside });
+            seen.applied = end.seconds();
+        }
+        end
     }
 
     /// Lets a worker compute until it has to wait.
@@ -160,6 +207,11 @@ impl<'a> Engine<'a> {
                 Next::Compute(0.0) => {}
                 Next::Compute(seconds) => {
                     let end = now + Time::from_seconds(seconds);
+                    self.calendar.enter(end, Event::Computed(id.0));
+                    return;
+                }
+                Next::Rebuild(sent) => {
+                    let end = self.note_rebuilding(id, sent, false);
                     self.calendar.enter(end, Event::Computed(id.0));
                     return;
                 }
@@ -184,7 +236,8 @@ impl<'a> Engine<'a> {
                         let seen = &mut self.timeline[layer];
                         seen.ready = now.seconds();
                         if back {
-                            (seen.sent, seen.applied) = (seen.ready, seen.ready);
+                            (seen.sent, seen.landed) = (seen.ready, seen.ready);
+                            seen.applied = seen.ready;
                         }
                     }
                 }

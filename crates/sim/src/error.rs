@@ -43,6 +43,17 @@ pub enum Error {
         /// Nodes of the cluster.
         nodes: usize,
     },
+    /// Servers without a chunk are machines bought in vain.
+    #[error(
+        "{servers} servers for a model whose number of chunks is {chunks}: some would hold nothing; take \
+         fewer servers or smaller chunks"
+    )]
+    IdleServers {
+        /// Servers of the cluster.
+        servers: usize,
+        /// Chunks of the model.
+        chunks: usize,
+    },
     /// Frames carry at most 4 GiB.
     #[error(
         "layer '{layer}' would travel in one frame of {bytes} bytes, more than a frame can carry"

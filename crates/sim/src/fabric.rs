@@ -191,7 +191,7 @@ impl Fabric {
             }
             Event::Landed(node) => return self.land(NodeId(node), calendar),
             Event::Failed(node) => self.ports[usize::from(node)].alive = false,
-            Event::Computed(_) => {}
+            Event::Computed(_) | Event::Rebuilt(_) => {}
         }
         Done::Nothing
     }

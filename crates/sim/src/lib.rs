@@ -22,6 +22,7 @@ mod fabric;
 mod measure;
 mod node;
 mod plan;
+mod rebuild;
 mod search;
 mod worker;
 

@@ -4,7 +4,7 @@ use crate::Error;
 use crate::calendar::Time;
 use crate::engine::Engine;
 use crate::network::Duplex;
-use crate::outcome::{Bottleneck, LayerTimeline, Outcome};
+use crate::outcome::{Bottleneck, LayerTimeline, Outcome, Rebuilt};
 use crate::setup::Setup;
 use poseidon_core::NodeId;
 use std::cmp::Reverse;
@@ -42,6 +42,8 @@ pub fn simulate(setup: &Setup) -> Result<Outcome, Error> {
     let relative = |seen: &LayerTimeline| LayerTimeline {
         ready: since(seen.ready),
         sent: since(seen.sent),
+        landed: since(seen.landed),
+        rebuilt: seen.rebuilt.map(|by| Rebuilt { start: since(by.start), ..by }),
         applied: since(seen.applied),
         awaited: seen.awaited,
     };
@@ -65,7 +67,7 @@ pub fn simulate(setup: &Setup) -> Result<Outcome, Error> {
 struct Steps {
     median: f64,
     mean: f64,
-    /// Of the mean: waiting, and rebuilding gradients.
+    /// Of the mean: waiting for the network, and for gradients that are rebuilt or rebuilding them.
     waited: f64,
     rebuilt: f64,
 }
@@ -120,7 +122,10 @@ fn find_bottleneck(
         return (Bottleneck::Compute, reason);
     }
     if steps.rebuilt > steps.waited {
-        let reason = format!("rebuilding gradients takes {} of a step", percent(stalled));
+        let reason = format!(
+            "workers wait {} of a step for gradients to be rebuilt from factors, or rebuild them",
+            percent(steps.rebuilt / steps.mean)
+        );
         return (Bottleneck::Rebuild, reason);
     }
     let busiest = |bytes: &[u64]| {

@@ -10,7 +10,8 @@ pub struct Outcome {
     pub iteration_seconds: f64,
     /// What one worker alone computes in a step.
     pub compute_seconds: f64,
-    /// The share of their time in which workers wait for the network or rebuild gradients.
+    /// The share of their time in which workers do not compute: they wait for the network, or for a
+    /// gradient that is rebuilt beside them, or rebuild one themselves.
     pub stall_fraction: f64,
     /// Samples per second over those of one worker alone: by the mean step, which is longer than the
     /// median where few steps are very long.
@@ -39,10 +40,24 @@ pub struct LayerTimeline {
     pub ready: f64,
     /// The last byte of it left.
     pub sent: f64,
-    /// The result is complete on the worker. May be in the next step's time.
+    /// All that others send of it has come: the result, or their factors. May be in the next step's
+    /// time, as what follows.
+    pub landed: f64,
+    /// How its gradient was rebuilt from factors, if it was.
+    pub rebuilt: Option<Rebuilt>,
+    /// The result is complete on the worker.
     pub applied: f64,
     /// How long the worker waited for it, rebuilding not counted.
     pub awaited: f64,
+}
+
+/// A gradient that was rebuilt from factors, until the result was complete.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+pub struct Rebuilt {
+    /// When that began.
+    pub start: f64,
+    /// Whether it was beside the worker's computing, and not the worker that did it.
+    pub beside: bool,
 }
 
 /// What keeps a step from being shorter.
@@ -57,7 +72,7 @@ pub enum Bottleneck {
     Ingress(NodeId),
     /// Nobody's link is busy: frames are waited for one after the other.
     Latency,
-    /// Gradients are rebuilt from factors.
+    /// Gradients are rebuilt from factors, longer than there is computing beside it.
     Rebuild,
 }
 

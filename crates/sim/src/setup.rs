@@ -37,8 +37,9 @@ pub struct Setup {
     pub network: Network,
     /// What moving bytes costs a node.
     pub host: Host,
-    /// Floating-point operations per second at which a worker rebuilds gradients from factors;
-    /// `None` if that costs nothing. Its own batch's share is part of its backward pass.
+    /// Floating-point operations per second at which gradients are rebuilt from factors: by a second
+    /// processor of each worker, beside its computing, or by the worker where that has not begun.
+    /// `None` if that costs nothing. The share of the worker's own batch is part of its backward pass.
     pub rebuild_rate: Option<f64>,
     /// Workers that are slower than their profile.
     pub stragglers: Stragglers,
@@ -200,7 +201,27 @@ impl Setup {
                 return Err(Error::Number { what, expected: "a number of at least 0", got });
             }
         }
+        // Whoever wants layers whole wants it so, and workers are there in any case.
+        let whole = self.placement == Placement::PerTensor || self.follows(SchemeRule::Adam);
+        if !whole && self.cluster.servers().extra() > 0 {
+            self.check_servers()?;
+        }
         Ok(())
+    }
+
+    /// Whether there is a chunk for every server, those on workers included.
+    pub fn check_servers(&self) -> Result<(), Error> {
+        let chunks = self.plan().all_chunks().count();
+        let servers = self.cluster.server_ids().count();
+        if servers > chunks {
+            return Err(Error::IdleServers { servers, chunks });
+        }
+        Ok(())
+    }
+
+    /// Whether any layer follows `rule`.
+    fn follows(&self, rule: SchemeRule) -> bool {
+        self.scheme == rule || self.overrides.iter().any(|(_, other)| *other == rule)
     }
 }
 

@@ -2,6 +2,7 @@
 
 use crate::calendar::Time;
 use crate::profile::LayerTime;
+use crate::rebuild::{Rebuilder, Sent};
 use crate::setup::{Jitter, Setup, Stragglers};
 use poseidon_core::{NodeId, Overlap};
 use rand::RngExt;
@@ -13,17 +14,19 @@ pub(crate) struct Worker {
     at: At,
     /// The step it is in, from 1.
     pub(crate) step: u64,
-    /// By layer: it has come back as factors and is not rebuilt yet.
-    unbuilt: Vec<bool>,
+    /// Its second processor.
+    pub(crate) rebuilder: Rebuilder,
     /// How many times as long as its profile says this step takes.
     pace: f64,
     slow: f64,
     chance: ChaCha8Rng,
-    /// Since when it waits, and for which layer.
+    /// Since when it waits, and for which layer: for the network, or since the layer has landed, for
+    /// its second processor.
     pub(crate) waiting: Option<(Time, usize)>,
     /// When its steps began; the last is when it was done.
     pub(crate) begun: Vec<Time>,
-    /// By step: seconds it waited, and seconds it rebuilt gradients.
+    /// By step: seconds it waited for the network, and seconds it waited for its second processor or
+    /// rebuilt gradients itself.
     pub(crate) waited: Vec<f64>,
     pub(crate) rebuilt: Vec<f64>,
 }
@@ -50,7 +53,9 @@ pub(crate) enum Next {
     Compute(f64),
     /// Sends a layer, and goes on.
     Send(usize),
-    /// Needs a layer that is in flight.
+    /// Rebuilds a gradient that its second processor has not begun.
+    Rebuild(Sent),
+    /// Needs a layer that is in flight, or that its second processor is at work on.
     Wait(usize),
     /// Nothing more.
     Stop,
@@ -59,8 +64,8 @@ pub(crate) enum Next {
 /// What all workers do.
 pub(crate) struct Program {
     times: Vec<LayerTime>,
-    /// By layer: seconds to rebuild its gradient, for those that go by factors.
-    pub(crate) rebuild: Vec<Option<f64>>,
+    /// By layer: seconds to rebuild its gradient; 0 for those that do not go by factors.
+    pub(crate) rebuild: Vec<f64>,
     /// By layer: whether it has anything to synchronise.
     synced: Vec<bool>,
     overlap: Overlap,
@@ -69,7 +74,7 @@ pub(crate) struct Program {
 }
 
 impl Program {
-    pub(crate) fn new(setup: &Setup, rebuild: Vec<Option<f64>>) -> Self {
+    pub(crate) fn new(setup: &Setup, rebuild: Vec<f64>) -> Self {
         Self {
             times: setup.times.clone(),
             rebuild,
@@ -94,7 +99,7 @@ impl Worker {
         let mut worker = Self {
             at: At::Await(0),
             step: 0,
-            unbuilt: vec![false; program.times.len()],
+            rebuilder: Rebuilder::default(),
             pace: 1.0,
             slow: slow.map(|(_, factor)| factor).product(),
             chance,
@@ -124,15 +129,12 @@ impl Worker {
             match self.at {
                 At::Await(layer) | At::Settle(layer) if layer < layers => {
                     if program.synced[layer] {
-                        if in_flight(layer) {
+                        if in_flight(layer) || self.rebuilder.is_at(layer) {
                             return Next::Wait(layer);
                         }
-                        if std::mem::take(&mut self.unbuilt[layer])
-                            && let Some(seconds) = program.rebuild[layer]
-                            && seconds > 0.0
-                        {
-                            self.rebuilt[self.step as usize] += seconds;
-                            return Next::Compute(seconds);
+                        if let Some(sent) = self.rebuilder.leave(layer) {
+                            self.rebuilt[self.step as usize] += program.rebuild[layer];
+                            return Next::Rebuild(sent);
                         }
                     }
                     self.at = match self.at {
@@ -180,8 +182,16 @@ impl Worker {
         }
     }
 
+    /// The layer it waits for, if it is this one, is there. Returns how long it has waited.
+    pub(crate) fn end_wait(&mut self, layer: usize, now: Time) -> Option<f64> {
+        let (since, _) = self.waiting.take_if(|(_, awaited)| *awaited == layer)?;
+        Some(now.since(since))
+    }
+
     fn send(&mut self, program: &Program, layer: usize) -> Next {
-        self.unbuilt[layer] = program.rebuild[layer].is_some();
+        if program.rebuild[layer] > 0.0 {
+            self.rebuilder.handle_sent(Sent { layer, clock: self.step });
+        }
         Next::Send(layer)
     }
 

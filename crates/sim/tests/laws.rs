@@ -5,7 +5,7 @@ mod support;
 use poseidon_core::wire::Header;
 use poseidon_core::{Cluster, LayerId, LayerKind, NodeId, Scheme, Servers};
 use poseidon_sim::network::{Duplex, Racks};
-use poseidon_sim::outcome::Outcome;
+use poseidon_sim::outcome::{LayerTimeline, Outcome};
 use poseidon_sim::setup::{Failure, Jitter};
 use poseidon_sim::{
     Bottleneck, Error, LayerTime, Model, ModelLayer, Network, Overlap, SchemeRule, Setup, simulate,
@@ -127,7 +127,8 @@ fn two_nodes_by_hand() {
     close(run(&setup).iteration_seconds, 2.0 + 4.0 * t);
 }
 
-/// Factors: everybody's rows cross once, then the other worker's rows are multiplied.
+/// Factors: everybody's rows cross once, then the other worker's rows are multiplied while the worker
+/// has nothing else to do.
 #[test]
 fn two_workers_with_factors_by_hand() {
     let mut setup = one_layer(1000 * 4096, LayerKind::Fc { m: 1000, n: 4096 }, 1e6);
@@ -139,6 +140,90 @@ fn two_workers_with_factors_by_hand() {
     let outcome = run(&setup);
     close(outcome.iteration_seconds, 2.0 + t + 0.001 + rebuild);
     assert_eq!(outcome.bottleneck, Bottleneck::Rebuild);
+    let seen = outcome.timeline[0];
+    close(seen.landed, 2.0 + t + 0.001);
+    let rebuilt = seen.rebuilt.expect("it went by factors");
+    close(rebuilt.start, seen.landed);
+    assert!(rebuilt.beside);
+    close(seen.applied, seen.landed + rebuild);
+    close(seen.awaited, t + 0.001);
+}
+
+/// Two layers of the size above, on top of each other, both by factors. `backward` is how long the
+/// lower one's backward takes; the other three passes take a second.
+fn two_layers_by_factors(backward: f64) -> Setup {
+    let mut setup = one_layer(1000 * 4096, LayerKind::Fc { m: 1000, n: 4096 }, 1e6);
+    setup.layers.push(setup.layers[0].clone());
+    setup.rows.push(1);
+    let upper = LayerTime { forward: 1.0, backward: 1.0 };
+    setup.times = vec![LayerTime { forward: 1.0, backward }, upper];
+    setup.scheme = SchemeRule::Sfb;
+    setup.overlap = Overlap::Backward;
+    setup.rebuild_rate = Some(1e8);
+    setup
+}
+
+/// The upper layer is rebuilt behind the lower one's backward. Only the lower one is waited for.
+#[test]
+fn rebuilding_goes_on_beside_computing() {
+    let t = (4.0 * 5096.0 * 4.0 + 32.0) / 1e6;
+    let rebuild = 2.0 * 1000.0 * 4096.0 * 4.0 / 1e8;
+    assert!(t + 0.001 + rebuild < 1.0);
+    let outcome = run(&two_layers_by_factors(1.0));
+    close(outcome.timeline[1].applied, 3.0 + t + 0.001 + rebuild);
+    close(outcome.iteration_seconds, 4.0 + t + 0.001 + rebuild);
+    let stalled = (t + 0.001 + rebuild) / outcome.iteration_seconds;
+    close(outcome.stall_fraction, stalled);
+    // With the lower one by parameter server, nothing that is rebuilt is waited for.
+    let mut setup = two_layers_by_factors(1.0);
+    setup.overrides = vec![(LayerId(0), SchemeRule::Ps)];
+    let paid = run(&setup).iteration_seconds;
+    setup.rebuild_rate = None;
+    close(paid, run(&setup).iteration_seconds);
+}
+
+/// Both are sent at once, the upper one first, and the second processor begins with it. The worker
+/// needs the lower one first: when it lands, the worker rebuilds it itself, and then has both.
+#[test]
+fn a_worker_rebuilds_what_has_not_been_begun() {
+    let t = (4.0 * 5096.0 * 4.0 + 32.0) / 1e6;
+    let rebuild = 2.0 * 1000.0 * 4096.0 * 4.0 / 1e8;
+    assert!(rebuild > 2.0 * t);
+    let outcome = run(&two_layers_by_factors(0.0));
+    close(outcome.iteration_seconds, 3.0 + 2.0 * t + 0.001 + rebuild);
+    let [lower, upper] = outcome.timeline[..] else { panic!("two layers") };
+    close(upper.applied, 3.0 + t + 0.001 + rebuild);
+    close(lower.applied, 3.0 + 2.0 * t + 0.001 + rebuild);
+    let beside = |seen: LayerTimeline| seen.rebuilt.expect("both went by factors").beside;
+    assert!(beside(upper) && !beside(lower));
+    close(outcome.stall_fraction, (2.0 * t + 0.001 + rebuild) / outcome.iteration_seconds);
+    assert_eq!(outcome.bottleneck, Bottleneck::Rebuild);
+    assert!(outcome.reason.contains("rebuilt from factors"), "{}", outcome.reason);
+}
+
+/// However long it takes, and whoever does it: rebuilding costs nothing or more, and never more than
+/// one after the other.
+#[test]
+fn rebuilding_costs_at_most_its_time() {
+    let mut setup = setup(4, Servers::Colocated, SchemeRule::Auto, 1.25e9);
+    let flops = 2.0 * (25088 * 4096 + 4096 * 4096 + 4096 * 1000) as f64 * 32.0 * 3.0;
+    for overlap in [Overlap::None, Overlap::Backward, Overlap::Full] {
+        setup.overlap = overlap;
+        setup.rebuild_rate = None;
+        let free = run(&setup).iteration_seconds;
+        let mut last = free;
+        for seconds in [0.1, 0.3, 1.0, 3.0] {
+            setup.rebuild_rate = Some(flops / seconds);
+            let paid = run(&setup).iteration_seconds;
+            assert!(
+                paid >= last - 1e-9 && paid <= free + seconds + 1e-9,
+                "{free} {paid} {seconds}"
+            );
+            last = paid;
+        }
+        // What is left over of 3 s beside 0.9 s of computing, with two to do it, is at least this.
+        assert!(last > free + 0.5, "{overlap:?}: {free} {last}");
+    }
 }
 
 /// A host that takes twice as long as the link for a byte it sends sets the pace.
@@ -326,6 +411,13 @@ fn nonsense_is_refused_with_the_number() {
     assert_eq!(
         words(|s| s.overrides.push((LayerId(19), SchemeRule::Ps))),
         "there is no layer 19: the model has 19"
+    );
+    assert_eq!(
+        refused(|s| {
+            (s.layers, s.rows, s.times) = (vec![s.layers[0].clone()], vec![1], vec![s.times[0]]);
+            s.cluster = Cluster::new(2, Servers::Dedicated(3), 1).unwrap();
+        }),
+        Error::IdleServers { servers: 3, chunks: 1 }
     );
     assert!(
         words(|s| s.failures.push(Failure { node: NodeId(2), at: Duration::ZERO })).contains("2")

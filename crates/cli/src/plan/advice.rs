@@ -68,8 +68,10 @@ fn changes(question: &Question, setup: &Setup) -> Vec<Change> {
     if let Some((text, servers)) = more_servers(&setup.cluster) {
         let (workers, lanes) = (setup.cluster.workers() as u16, setup.cluster.lanes());
         if let Ok(cluster) = Cluster::new(workers, servers, lanes) {
-            let but = Some("more machines");
-            add(text, but, Setup { cluster, ..setup.clone() });
+            let other = Setup { cluster, ..setup.clone() };
+            if other.check().is_ok() {
+                add(text, Some("more machines"), other);
+            }
         }
     }
     let batches = [(setup.batch * 2, "twice"), (setup.batch / 2, "half")];

@@ -150,6 +150,7 @@ fn by_workers(setup: &Setup) -> Result<Vec<Point>, Error> {
     let setups = others.iter().filter_map(|&workers| {
         Some(Setup { cluster: resized(&setup.cluster, workers)?, ..setup.clone() })
     });
+    let setups = setups.filter(|setup| setup.check().is_ok());
     points(setups.collect(), |setup| setup.cluster.workers() as f64)
 }
 

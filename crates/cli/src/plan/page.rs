@@ -7,9 +7,11 @@ use crate::train::report::curves::{Frame, frame, line, polyline};
 use crate::train::report::page::{STYLE, TIPS, figure, plan};
 use crate::train::report::svg::{self, At, Axis, Escaped};
 use crate::train::report::{LayerReport, Span, Timeline, Track, What, bars, timeline, units};
-use poseidon_core::{Layer, LayerId, LayerKind, Plan, Servers};
-use poseidon_sim::{Overlap, Setup};
+use poseidon_core::Servers;
+use poseidon_sim::Overlap;
+use poseidon_sim::outcome::Rebuilt;
 use std::fmt::Write;
+use std::iter;
 
 /// Everything on one page.
 pub(super) fn page(question: &Question, forecast: &Forecast) -> String {
@@ -285,38 +287,32 @@ fn iteration(forecast: &Forecast) -> Timeline {
             seen.ready - backward - begin,
             seen.ready - begin,
         );
-        if layer.len > 0 && seen.applied > seen.ready {
-            add(Track::Network, name, What::Sync, seen.ready - begin, seen.applied - begin);
+        if layer.len > 0 && seen.landed > seen.ready {
+            add(Track::Network, name, What::Sync, seen.ready - begin, seen.landed - begin);
+        }
+        if let Some(Rebuilt { start, beside: true }) = seen.rebuilt {
+            add(Track::Beside, name, What::Rebuild, start - begin, seen.applied - begin);
         }
         end = end.max(seen.ready);
     }
-    // The next step's forward. Every layer waits for its own result, or the first one for all.
+    // The next step's forward. Every layer waits for its own result, or all for all before it.
     let mut now = end - begin;
-    let all = outcome.timeline.iter().map(|seen| seen.applied - begin).fold(now, f64::max);
-    let plan = setup.plan();
-    for (i, ((layer, seen), time)) in
-        (0..).zip(setup.layers.iter().zip(&outcome.timeline).zip(&setup.times))
-    {
-        let applied = if setup.overlap == Overlap::Full { seen.applied - begin } else { all };
-        let there = now.max(applied);
-        add(Track::Compute, &layer.name, What::Wait, now, there);
-        let rebuilt = there + rebuilding(setup, &plan, LayerId(i));
-        add(Track::Compute, &layer.name, What::Rebuild, there, rebuilt);
-        now = rebuilt + time.forward;
-        add(Track::Compute, &layer.name, What::Forward, rebuilt, now);
+    let layers = || setup.layers.iter().zip(&outcome.timeline);
+    let settling = layers().filter(|_| setup.overlap != Overlap::Full).zip(iter::repeat(0.0));
+    let forward = layers().zip(setup.times.iter().map(|time| time.forward));
+    for ((layer, seen), forward) in settling.chain(forward) {
+        let waited = match seen.rebuilt {
+            Some(Rebuilt { start, beside: false }) => start,
+            _ => seen.applied,
+        };
+        for (what, end) in [(What::Wait, waited - begin), (What::Rebuild, seen.applied - begin)] {
+            add(Track::Compute, &layer.name, what, now, end);
+            now = now.max(end);
+        }
+        add(Track::Compute, &layer.name, What::Forward, now, now + forward);
+        now += forward;
     }
     Timeline { step: setup.iterations as u64, rank: 0, seconds: now, spans }
-}
-
-/// Seconds that a worker takes to rebuild the others' share of a layer's gradient.
-fn rebuilding(setup: &Setup, plan: &Plan, layer: LayerId) -> f64 {
-    let Layer { kind: LayerKind::Fc { m, n }, .. } = setup.layers[layer.index()] else {
-        return 0.0;
-    };
-    let (Some(_), Some(rate)) = (plan.factors(layer), setup.rebuild_rate) else { return 0.0 };
-    let others = setup.cluster.workers() - 1;
-    let rows = setup.batch * setup.rows[layer.index()].max(1) * others;
-    2.0 * m as f64 * n as f64 * rows as f64 / rate
 }
 
 fn settings(page: &mut String, question: &Question, forecast: &Forecast) {

@@ -115,8 +115,11 @@ impl Question {
         setup.overlap = flags.overlap.unwrap_or(usual);
         setup.chunk = flags.chunk.unwrap_or_default();
         setup.rebuild_rate = profile.rates.map(|rates| rates.fc);
+        if flags.servers.is_some() {
+            // Servers on workers as well: who asks for them wants something of each.
+            setup.check_servers().map_err(|e| anyhow::anyhow!("{e}: see --servers and --chunk"))?;
+        }
         setup.check()?;
-        enough_chunks(&setup)?;
         Ok(Self { model, profile, basis, setup, notes })
     }
 
@@ -187,20 +190,6 @@ pub(crate) fn file<'a>(name: &'a str, ending: &str) -> Option<&'a Path> {
     let path = Path::new(name);
     let looks_so = name.contains('/') || path.extension().is_some_and(|e| e == ending);
     (looks_so || path.is_file()).then_some(path)
-}
-
-/// Dedicated machines without a chunk are machines bought in vain.
-fn enough_chunks(setup: &Setup) -> anyhow::Result<()> {
-    let chunks = setup.plan().all_chunks().count();
-    let extra = usize::from(setup.cluster.servers().extra());
-    let servers = setup.cluster.server_ids().count();
-    if extra > 0 && servers > chunks {
-        bail!(
-            "{servers} servers, but the model is cut into {chunks} chunks: some would hold nothing; take \
-             fewer servers, or smaller chunks with --chunk"
-        );
-    }
-    Ok(())
 }
 
 fn network(name: &str, bandwidth: Bandwidth) -> anyhow::Result<Network> {

@@ -171,6 +171,8 @@ pub(crate) struct Span {
 pub(crate) enum Track {
     Compute,
     Network,
+    /// A processor beside the computing, that rebuilds gradients.
+    Beside,
 }
 
 /// With what.

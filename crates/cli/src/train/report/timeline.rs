@@ -32,6 +32,15 @@ pub(crate) fn draw(page: &mut String, timeline: &Timeline) {
             bars: united(&on(&spans, Track::Network), "network", axis),
         },
     ];
+    let beside = on(&spans, Track::Beside);
+    if !beside.is_empty() {
+        rows.push(Row {
+            name: "rebuilding".into(),
+            value: String::new(),
+            summary: true,
+            bars: beside.iter().map(|span| single(span, axis)).collect(),
+        });
+    }
     for group in grouped(&spans) {
         let (name, bars) = match group.as_slice() {
             [layer] => {
@@ -134,7 +143,8 @@ fn on<'a>(spans: &[&'a Span], track: Track) -> Vec<&'a Span> {
 }
 
 fn single(span: &Span, axis: Axis) -> Bar {
-    bar(&span.layer, span.what, (span.start, span.end), axis)
+    let bar = bar(&span.layer, span.what, (span.start, span.end), axis);
+    Bar { lane: usize::from(span.track != Track::Compute), ..bar }
 }
 
 /// One bar for each stretch of time in which the same went on in any of `spans`.
