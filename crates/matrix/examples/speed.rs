@@ -41,18 +41,34 @@ const CASES: [(Way, [usize; 3]); 19] = [
 
 fn main() {
     let threads = std::env::args().nth(1).map_or(1, |n| n.parse().expect("a number of threads"));
-    println!("GFLOP/s of the fastest of many runs, {threads} threads\n");
-    println!("{:10}{:>18}{:>10}{:>10}", "", "shape", "vectors", "tiles");
-    for (way, [rows, inner, columns]) in CASES {
-        let speeds = measure(way, [rows, inner, columns], threads);
-        let shape = format!("{rows}x{inner}x{columns}");
-        print!("{:10}{shape:>18}", format!("{way:?}"));
-        speeds.iter().for_each(|speed| print!("{speed:>10.0}"));
-        println!("{:>8.2}", speeds[speeds.len() - 1] / speeds[0]);
+    println!("GFLOP/s on {threads} threads: the fastest run, and the one in the middle\n");
+    let units = Unit::available().iter().map(|unit| format!("{:>17}", format!("{unit:?}")));
+    println!("{:10}{:>18}{}", "", "shape", units.collect::<String>());
+    // A machine's other tenants come and go: every case is measured at several times.
+    let mut times = vec![vec![Vec::new(); Unit::available().len()]; CASES.len()];
+    for _ in 0..ROUNDS {
+        for ((way, shape), times) in CASES.iter().zip(&mut times) {
+            measure(*way, *shape, threads, times);
+        }
+    }
+    for ((way, [rows, inner, columns]), times) in CASES.iter().zip(&mut times) {
+        print!("{:10}{:>18}", format!("{way:?}"), format!("{rows}x{inner}x{columns}"));
+        let flop = 2.0 * (rows * inner * columns) as f64;
+        for times in times {
+            times.sort();
+            let [best, middle] = [times[0], times[times.len() / 2]];
+            let speed = |time: Duration| flop / time.as_secs_f64() / 1e9;
+            print!("{:>11.0}{:>6.0}", speed(best), speed(middle));
+        }
+        println!();
     }
 }
 
-fn measure(way: Way, [rows, inner, columns]: [usize; 3], threads: usize) -> Vec<f64> {
+const ROUNDS: usize = 5;
+
+/// Adds to each unit's times.
+fn measure(way: Way, shape: [usize; 3], threads: usize, times: &mut [Vec<Duration>]) {
+    let [rows, inner, columns] = shape;
     let numbers =
         |len| (0..len).map(|i| ((i * 7919) % 10007) as f32 / 5e3 - 1.0).collect::<Vec<_>>();
     let (left, right);
@@ -73,15 +89,12 @@ fn measure(way: Way, [rows, inner, columns]: [usize; 3], threads: usize) -> Vec<
         }
     };
     let mut into = vec![0.0; rows * columns];
-    let mut best = vec![Duration::MAX; Unit::available().len()];
     let begin = Instant::now();
-    while begin.elapsed() < Duration::from_millis(600) {
-        for (unit, best) in Unit::available().iter().zip(&mut best) {
+    while begin.elapsed() < Duration::from_millis(200) {
+        for (unit, times) in Unit::available().iter().zip(&mut *times) {
             let begin = Instant::now();
             Product::new(a, b).threads(threads).on(*unit).write_to(&mut into);
-            *best = begin.elapsed().min(*best);
+            times.push(begin.elapsed());
         }
     }
-    let flop = 2.0 * (rows * inner * columns) as f64;
-    best.into_iter().map(|time| flop / time.as_secs_f64() / 1e9).collect()
 }

@@ -30,7 +30,7 @@ pub(crate) struct Rule<'a> {
 }
 
 /// Rows of the gradient that are rebuilt at a time. The product packs the inputs anew for each
-/// block, which costs a sixteenth of it at this size, and the whole gradient is never in memory.
+/// block, which costs at most an eighth of it at this size, and the whole gradient is never in memory.
 const BLOCK: usize = 512;
 
 impl Rebuilder {
