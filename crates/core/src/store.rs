@@ -26,9 +26,10 @@ pub struct Store {
     workers: usize,
     optimizer: Optimizer,
     order: Order,
+    /// In the order of [`keys`](Self::keys).
     slots: Vec<Slot>,
-    /// Layer → chunk → slot. Only this shard's chunks have one.
-    index: Vec<Vec<Option<SlotId>>>,
+    /// This shard's chunks, sorted. Apart from the slots, because it is searched.
+    keys: Vec<ChunkKey>,
     /// Free buffers by length, last used first: the warmest in cache.
     free: BTreeMap<usize, Vec<Arc<[f32]>>>,
 }
@@ -149,26 +150,22 @@ impl Store {
         optimizer: Optimizer,
         order: Order,
     ) -> Self {
-        let mut index = vec![Vec::new(); plan.layers()];
-        let mut slots = Vec::new();
-        for (key, _) in plan.all_chunks().filter(|(_, s)| *s == shard) {
-            let row = &mut index[key.layer.index()];
-            row.resize(key.index as usize + 1, None);
-            row[key.index as usize] = Some(slots.len() as SlotId);
-            slots.push(Slot {
-                key,
-                len: plan.len(key),
-                room: plan.len(key),
-                collects: plan.factors(key.layer).is_none(),
-                clock: Clock(0),
-                parameters: None,
-                state: Vec::new(),
-                steps_before: 0,
-                contributors: vec![Progress::Absent; workers].into(),
-                round: None,
-            });
-        }
-        Self { workers, optimizer, order, slots, index, free: BTreeMap::new() }
+        let own = plan.all_chunks().filter(|(_, s)| *s == shard);
+        let keys: Vec<ChunkKey> = own.map(|(key, _)| key).collect();
+        let slot = |&key: &ChunkKey| Slot {
+            key,
+            len: plan.len(key),
+            room: plan.len(key),
+            collects: plan.factors(key.layer).is_none(),
+            clock: Clock(0),
+            parameters: None,
+            state: Vec::new(),
+            steps_before: 0,
+            contributors: vec![Progress::Absent; workers].into(),
+            round: None,
+        };
+        let slots = keys.iter().map(slot).collect();
+        Self { workers, optimizer, order, slots, keys, free: BTreeMap::new() }
     }
 
     /// The same shard without numbers, for simulations: contributions are judged by their headers
@@ -316,8 +313,8 @@ impl Store {
     }
 
     fn slot(&self, chunk: ChunkKey) -> Result<SlotId, Violation> {
-        let row = self.index.get(chunk.layer.index());
-        row.and_then(|r| *r.get(chunk.index as usize)?).ok_or(Violation::UnknownChunk)
+        let at = self.keys.binary_search(&chunk).map_err(|_| Violation::UnknownChunk)?;
+        Ok(at as SlotId)
     }
 
     /// Lets a contribution in if it keeps the rules, and opens a round if it is the first.

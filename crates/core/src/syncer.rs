@@ -7,11 +7,15 @@ use crate::wire::{Header, Kind};
 use crate::{ChunkKey, Clock, LaneId, LayerId, NodeId, Plan, Violation};
 
 use std::ops::Range;
+use std::sync::Arc;
 
-/// Counts off one layer's chunks on one lane: the bit vector of BSP.
-#[derive(Debug)]
+/// Counts off one layer's chunks on one lane: the bit vector of BSP. A clone counts for itself, and
+/// shares what is the same for all: a simulation has one for each of a thousand workers.
+#[derive(Clone, Debug)]
 pub struct Syncer {
-    parts: Vec<Part>,
+    parts: Arc<[Part]>,
+    /// By part, 64 to a word: it has come back.
+    arrived: Box<[u64]>,
     /// The clock in flight, or the last one that came back.
     clock: Clock,
     missing: usize,
@@ -26,22 +30,22 @@ pub struct Part {
     pub server: NodeId,
     /// The elements of the layer it covers.
     pub range: Range<usize>,
-    arrived: bool,
 }
 
 impl Syncer {
     /// The syncer for the chunks of `layer` that live on `lane`.
     pub fn new(plan: &Plan, layer: LayerId, lane: LaneId) -> Self {
         let chunks = plan.chunks(layer);
-        let parts = plan
+        let parts: Arc<[Part]> = plan
             .layer_chunks(layer)
             .filter(|(_, shard)| shard.lane == lane)
             .filter_map(|(key, shard)| {
                 let range = chunks?.range(key.index)?;
-                Some(Part { key, server: shard.node, range, arrived: true })
+                Some(Part { key, server: shard.node, range })
             })
             .collect();
-        Self { parts, clock: Clock(0), missing: 0 }
+        let arrived = vec![u64::MAX; parts.len().div_ceil(64)].into();
+        Self { parts, arrived, clock: Clock(0), missing: 0 }
     }
 
     /// Whether this lane holds nothing of the layer.
@@ -56,9 +60,7 @@ impl Syncer {
         debug_assert_eq!(self.missing, 0, "layer sent while in flight");
         self.clock = clock;
         self.missing = self.parts.len();
-        for part in &mut self.parts {
-            part.arrived = false;
-        }
+        self.arrived.fill(0);
         &self.parts
     }
 
@@ -77,8 +79,8 @@ impl Syncer {
         if header.kind != Kind::Update {
             return Err(Violation::WrongKind);
         }
-        let part = self.part(header.chunk.index).ok_or(Violation::UnknownChunk)?;
-        let part = &self.parts[part];
+        let at = self.part(header.chunk.index).ok_or(Violation::UnknownChunk)?;
+        let part = &self.parts[at];
         if header.sender != part.server {
             return Err(Violation::WrongServer { expected: part.server, got: header.sender });
         }
@@ -92,7 +94,7 @@ impl Syncer {
         if header.clock != self.clock {
             return Err(Violation::Clock { expected: self.clock, got: header.clock });
         }
-        if part.arrived {
+        if self.has_arrived(at) {
             return Err(Violation::Duplicate(header.clock));
         }
         Ok(part.range.clone())
@@ -101,9 +103,9 @@ impl Syncer {
     /// The update of chunk `index` is in place. True when it was the last one of this lane.
     pub fn handle_landed(&mut self, index: u32) -> bool {
         if let Some(part) = self.part(index)
-            && !self.parts[part].arrived
+            && !self.has_arrived(part)
         {
-            self.parts[part].arrived = true;
+            self.arrived[part / 64] |= 1 << (part % 64);
             self.missing -= 1;
             return self.missing == 0;
         }
@@ -122,7 +124,11 @@ impl Syncer {
 
     /// The chunks that have not come back yet.
     pub fn missing(&self) -> impl Iterator<Item = &Part> {
-        self.parts.iter().filter(|p| !p.arrived)
+        self.parts.iter().zip(0..).filter(|(_, at)| !self.has_arrived(*at)).map(|(part, _)| part)
+    }
+
+    fn has_arrived(&self, part: usize) -> bool {
+        self.arrived[part / 64] >> (part % 64) & 1 == 1
     }
 
     fn part(&self, index: u32) -> Option<usize> {

@@ -3,7 +3,7 @@
 use crate::Error;
 use crate::calendar::{Calendar, Event, Time};
 use crate::fabric::{Done, Fabric};
-use crate::node::{Book, Node};
+use crate::node::{self, Book, Node};
 use crate::outcome::{Halt, LayerTimeline, Rebuilt};
 use crate::rebuild::Sent;
 use crate::setup::Setup;
@@ -40,6 +40,7 @@ impl<'a> Engine<'a> {
             layers: &setup.layers,
             pushes: ids().map(|layer| setup.adam_push(layer).map(|bytes| bytes as u32)).collect(),
             rows: ids().map(|layer| setup.factor_rows(layer)).collect(),
+            syncers: ids().map(|layer| node::syncers(&setup.cluster, &plan, layer)).collect(),
             plan,
         };
         let rebuild = ids().map(|layer| {

@@ -18,6 +18,8 @@ pub(crate) struct Book<'a> {
     pub(crate) pushes: Vec<Option<u32>>,
     /// By layer: rows of factors.
     pub(crate) rows: Vec<usize>,
+    /// By layer and lane: what every worker begins with.
+    pub(crate) syncers: Vec<Vec<Syncer>>,
 }
 
 pub(crate) struct Node {
@@ -45,11 +47,6 @@ impl Node {
         let shard = |lane| Shard { node: id, lane };
         let workers = book.cluster.workers();
         let store = |lane| Store::ghost(&book.plan, shard(lane), workers);
-        let syncers = |layer| {
-            let factors = book.plan.factors(layer).is_some();
-            let syncers = lanes().map(|lane| Syncer::new(&book.plan, layer, lane));
-            syncers.filter(|syncer| !factors && !syncer.is_empty()).collect()
-        };
         let gathers = |layer| match book.plan.factors(layer) {
             Some(layout) => {
                 layout.lanes().map(|lane| Gather::new(layer, layout, id, lane)).collect()
@@ -59,7 +56,7 @@ impl Node {
         Self {
             id,
             stores: lanes().filter(|_| server).map(store).collect(),
-            syncers: layers().map(syncers).collect(),
+            syncers: layers().map(|layer| book.syncers[layer.index()].clone()).collect(),
             gathers: layers().map(gathers).collect(),
             unsent: vec![0; book.layers.len()],
             in_flight: vec![false; book.layers.len()],
@@ -258,6 +255,12 @@ impl Node {
             self.in_flight[layer] = false;
         }
     }
+}
+
+/// By lane: what counts off `layer` on a worker, if it does not go by factors.
+pub(crate) fn syncers(cluster: &Cluster, plan: &Plan, layer: LayerId) -> Vec<Syncer> {
+    let lanes = cluster.lane_ids().filter(|_| plan.factors(layer).is_none());
+    lanes.map(|lane| Syncer::new(plan, layer, lane)).filter(|syncer| !syncer.is_empty()).collect()
 }
 
 fn header(frame: &Frame, sender: NodeId, length: u32) -> Header {
