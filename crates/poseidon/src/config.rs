@@ -243,11 +243,13 @@ impl fmt::Display for Carriers {
 /// Half the cores for the lanes and half for computing, or a process's share of the cores where
 /// several share a host; but two where there are two, because a lane can saturate a core.
 ///
-/// Across hosts two, which is enough for 25GbE: each lane has a connection of its own to every node, and
-/// what is spread over more of them than the wire needs begins slowly on each (ADR 0011).
+/// Across hosts at most two, which is enough for 25GbE, and one where the cores are needed otherwise: each
+/// lane has a connection of its own to every node, and what is spread over more of them than the wire
+/// needs begins slowly on each (ADR 0011).
 fn default_lanes(cores: usize, processes: u16, processes_on_host: u16) -> u16 {
-    let most = if processes_on_host < processes { 2 } else { 8 };
-    (cores / usize::from(processes_on_host).max(2)).clamp(cores.min(2), most) as u16
+    let share = cores / usize::from(processes_on_host).max(2);
+    let within = if processes_on_host < processes { 1..=2 } else { cores.min(2)..=8 };
+    share.clamp(*within.start(), *within.end()) as u16
 }
 
 fn cores() -> usize {
@@ -456,11 +458,19 @@ mod tests {
 
     #[test]
     fn lanes_follow_cores_within_a_host_and_the_wire_between_hosts() {
-        let default =
-            [(1, 1, 1), (2, 4, 4), (16, 1, 1), (16, 4, 4), (64, 1, 1), (16, 8, 1), (64, 8, 4)];
+        let default = [
+            (1, 1, 1),
+            (2, 4, 4),
+            (16, 1, 1),
+            (16, 4, 4),
+            (64, 1, 1),
+            (2, 8, 1),
+            (16, 8, 1),
+            (64, 8, 4),
+        ];
         let lanes: Vec<_> =
             default.iter().map(|&(cores, all, here)| default_lanes(cores, all, here)).collect();
-        assert_eq!(lanes, [1, 2, 8, 4, 8, 2, 2]);
+        assert_eq!(lanes, [1, 2, 8, 4, 8, 1, 2, 2]);
     }
 
     #[test]

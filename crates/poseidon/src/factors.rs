@@ -64,11 +64,16 @@ impl Meeting {
         room.for_each(|row| row.fill(0.0));
     }
 
-    /// Everybody's rows of `clock`. The caller has seen that all have come, and is done with them
-    /// before it sends the next clock.
-    pub(crate) fn matrix(&self, clock: Clock) -> &[f32] {
-        // SAFETY: the lanes write to this place again only after the next clock has been sent.
-        unsafe { self.places[place(clock)].chunk(0..self.layout.len()) }
+    /// Everybody's rows of `clock`.
+    ///
+    /// # Safety
+    /// All of them have come and this worker's own have been sent, the next clock has not been sent
+    /// yet, and nobody else holds this slice.
+    #[expect(clippy::mut_from_ref, reason = "who may touch a place follows from the clock")]
+    pub(crate) unsafe fn matrix(&self, clock: Clock) -> &mut [f32] {
+        // SAFETY: the caller's promise; the lanes write to this place again only after the next
+        // clock has been sent.
+        unsafe { self.places[place(clock)].chunk_mut(0..self.layout.len()) }
     }
 }
 

@@ -36,29 +36,37 @@ const BLOCK: usize = 512;
 impl Rebuilder {
     /// Replaces `values` by the reduced gradient or, if the optimizer has parameters, takes them one
     /// step on. `matrix` is everybody's rows; `values` is M x N weights and perhaps M biases.
+    ///
+    /// For a mean, the left columns of `matrix` are scaled if that is exact: there are far fewer of them
+    /// than numbers in the gradient.
     pub(crate) fn apply(
         &mut self,
-        matrix: &[f32],
+        matrix: &mut [f32],
         layout: &Layout,
         rule: &Rule<'_>,
         values: &mut [f32],
     ) {
         let Layout { m, n, workers, .. } = *layout;
         let factor = rule.optimizer.reduction().scale(workers);
+        let (before, after) = if workers.is_power_of_two() { (factor, 1.0) } else { (1.0, factor) };
+        if before != 1.0 {
+            matrix.chunks_exact_mut(layout.width()).for_each(|row| scale(&mut row[..m], before));
+        }
+        let matrix = &*matrix;
         let mut weights = 0..0;
         let mut block = 0;
         while weights.end < m * n {
             let rows = weights.end / n..(weights.end / n + BLOCK).min(m);
             weights = rows.start * n..rows.end * n;
             let into = &mut values[weights.clone()];
-            self.update(block, rule, factor, into, |sum| {
+            self.update(block, rule, after, into, |sum| {
                 product(matrix, layout, rows, rule.threads, sum)
             });
             block += 1;
         }
         if values.len() > m * n {
             let bias = &mut values[m * n..];
-            self.update(block, rule, factor, bias, |sum| {
+            self.update(block, rule, after, bias, |sum| {
                 sum.fill(0.0);
                 matrix.chunks_exact(layout.width()).for_each(|row| add(sum, &row[..m]));
             });
@@ -162,13 +170,13 @@ mod tests {
         for (m, n, batch, workers) in [(1, 1, 1, 2), (3, 5, 2, 3), (700, 9, 4, 2), (1025, 33, 1, 3)]
         {
             let layout = layout(m, n, batch, workers);
-            let matrix = numbers(layout.len());
+            let mut matrix = numbers(layout.len());
             let sum = Optimizer::Reduce(Reduction::Sum);
             let rule = Rule { optimizer: &sum, rate: 0.0, clock: Clock(1), threads: 1 };
             let expected = expected(&matrix, &layout);
             for len in [m * n, m * n + m] {
                 let mut values = vec![f32::NAN; len];
-                Rebuilder::default().apply(&matrix, &layout, &rule, &mut values);
+                Rebuilder::default().apply(&mut matrix, &layout, &rule, &mut values);
                 assert_eq!(values, expected[..len], "{m} x {n}");
             }
         }
@@ -183,11 +191,11 @@ mod tests {
         let mut parameters = values.clone();
         let mut state = vec![vec![0.0; values.len()]];
         for clock in 1..4 {
-            let matrix: Vec<f32> = numbers(layout.len() + clock).split_off(clock);
+            let mut matrix: Vec<f32> = numbers(layout.len() + clock).split_off(clock);
             let clock = Clock(clock as u64);
             let rule = Rule { optimizer: &optimizer, rate: 0.125, clock, threads: 2 };
-            rebuilder.apply(&matrix, &layout, &rule, &mut values);
             let sum = expected(&matrix, &layout);
+            rebuilder.apply(&mut matrix, &layout, &rule, &mut values);
             optimizer.step(Step {
                 parameters: &mut parameters,
                 sum: &sum,

@@ -5,6 +5,7 @@ const UNSAFE_FILES: &[(&str, &str)] = &[
     ("crates/poseidon/src/buffer.rs", "lanes read and write the training program's own tensors"),
     ("crates/poseidon/src/exchange.rs", "the same tensors, chunk by chunk"),
     ("crates/poseidon/src/factors.rs", "the matrices where factors meet, block by block"),
+    ("crates/poseidon/src/layers.rs", "the same, when they are rebuilt"),
     ("crates/poseidon/src/group/tensor.rs", "tensors of a collective, by address"),
     ("crates/poseidon/src/group/course.rs", "regions of them, as an operation goes on"),
     ("crates/poseidon/src/group/desk.rs", "regions of them that frames go to"),
