@@ -257,15 +257,19 @@ def accumulate(parameter: nn.Parameter, gradient: Tensor) -> None:
 
 
 def units_of(trainable: Dict[str, nn.Parameter], factors: Dict[nn.Parameter, Factored]) -> List[Unit]:
-    """Units in forward order: factored layers and large parameters alone, small ones together."""
+    """Units in forward order: factored layers and large parameters alone, small ones together.
+
+    What is together stands where its first parameter does: the next forward needs it there.
+    """
     units: List[Unit] = []
     bucket: List[Tuple[str, nn.Parameter]] = []
+    first = 0
     seen = set()
 
     def close() -> None:
         if bucket:
             name = bucket[0][0] if len(bucket) == 1 else f"{bucket[0][0]} to {bucket[-1][0]}"
-            units.append(Unit(name, [p for _, p in bucket]))
+            units.insert(first, Unit(name, [p for _, p in bucket]))
             bucket.clear()
 
     for name, parameter in trainable.items():
@@ -278,6 +282,8 @@ def units_of(trainable: Dict[str, nn.Parameter], factors: Dict[nn.Parameter, Fac
         if parameter.numel() * 4 >= _OWN_MEMORY:
             units.append(Unit(name, [parameter]))
             continue
+        if not bucket:
+            first = len(units)
         bucket.append((name, parameter))
         if sum(p.numel() * 4 for _, p in bucket) >= _BUCKET:
             close()
