@@ -154,13 +154,12 @@ impl<'a> Worker<'a> {
             return Ok(());
         }
         let ready = self.session.is_ready(slot.id)?;
+        let asked = Instant::now();
         let received = self.session.receive(slot.id)?;
         let here = Instant::now();
-        let by_factors = matches!(slot.work, Work::Factors { .. });
-        if by_factors {
-            self.rebuilding += received.rebuilt.map_or(Duration::ZERO, |r| r.end - r.start);
-        }
-        if by_factors || !ready {
+        let rebuilt = received.rebuilt.unwrap_or(asked..asked);
+        self.rebuilding += rebuilt.end - rebuilt.start;
+        if !ready || rebuilt.end > asked {
             self.device.idle_until(here);
         }
         if let Some(gradient) = received.gradient {
