@@ -210,7 +210,8 @@ impl Session {
 
     /// Has a layer rebuilt from its factors as soon as they are there; its result may change from now on.
     fn rebuild(&self, py: Python<'_>, layer: u32) -> PyResult<()> {
-        self.session()?.rebuild(LayerId(layer)).map_err(|error| raise(py, error))
+        let session = self.session()?;
+        py.detach(|| session.rebuild(LayerId(layer))).map_err(|error| raise(py, error))
     }
 
     /// Gives every worker worker 0's values, in place.

@@ -1,6 +1,8 @@
 //! How fast products are on each unit of this machine, in turns.
 //!
-//! Run: `cargo run --release -p poseidon-matrix --example speed [-- THREADS]`
+//! Run: `cargo run --release -p poseidon-matrix --example speed`
+//!
+//! More threads than one: `-- THREADS` after it.
 
 use poseidon_matrix::{Matrix, Product, Unit};
 use std::time::{Duration, Instant};

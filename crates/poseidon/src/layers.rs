@@ -10,7 +10,7 @@ use crate::{Error, LayerId};
 use poseidon_core::{Clock, Optimizer};
 use std::ops::Range;
 use std::sync::mpsc::{self, Receiver, Sender};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -64,18 +64,17 @@ impl Layers {
     }
 
     /// One layer's state, or nothing if there is no such layer. Waits while it is being rebuilt.
+    ///
+    /// # Panics
+    /// If another thread did so while it held the state: half a step may have been taken.
     pub(crate) fn state(&self, layer: LayerId) -> Option<MutexGuard<'_, LayerState>> {
-        let state = self.states.get(layer.index())?;
-        Some(state.lock().unwrap_or_else(PoisonError::into_inner))
+        let state = self.states.get(layer.index())?.lock();
+        Some(state.expect("a thread panicked in the middle of a layer; its message says why"))
     }
 
     /// As [`state`](Self::state), but nothing either while somebody else has it.
     pub(crate) fn try_state(&self, layer: LayerId) -> Option<MutexGuard<'_, LayerState>> {
-        match self.states.get(layer.index())?.try_lock() {
-            Ok(state) => Some(state),
-            Err(TryLockError::Poisoned(poisoned)) => Some(poisoned.into_inner()),
-            Err(TryLockError::WouldBlock) => None,
-        }
+        self.states.get(layer.index())?.try_lock().ok()
     }
 
     pub(crate) fn ids(&self) -> impl Iterator<Item = LayerId> + use<> {
@@ -138,7 +137,7 @@ impl Workshop {
 
     pub(crate) fn order(&self, layer: LayerId, clock: Clock) {
         if let Some(orders) = &self.orders {
-            // Had the thread panicked, the receiver would rebuild the layer itself.
+            // Had the thread panicked, whoever receives the layer would learn of it.
             let _ = orders.send((layer, clock));
         }
     }

@@ -239,9 +239,13 @@ impl Session {
         }
         let landed = self.node.board.finished(layer);
         let mut state = self.state(layer)?;
-        self.layers.rebuild(layer, &mut state);
-        let Some(in_flight) = state.in_flight.take() else {
+        if state.in_flight.as_ref().map(InFlight::clock) == Some(clock) {
+            self.layers.rebuild(layer, &mut state);
+        } else {
             return Err(Error::NotInFlight { layer: self.name(layer) }); // another thread was faster
+        }
+        let Some(in_flight) = state.in_flight.take() else {
+            return Err(Error::NotInFlight { layer: self.name(layer) });
         };
         state.clock = clock;
         let (result, gradient, rebuilt) = match in_flight {

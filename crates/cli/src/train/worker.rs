@@ -363,7 +363,7 @@ impl Run<'_> {
                 train::What::Forward => (Track::Compute, What::Forward),
                 train::What::Backward => (Track::Compute, What::Backward),
                 train::What::Rebuild => (Track::Compute, What::Rebuild),
-                train::What::RebuildBeside => (Track::Network, What::Rebuild),
+                train::What::RebuildBeside => (Track::Beside, What::Rebuild),
                 train::What::Wait => (Track::Compute, What::Wait),
                 train::What::Sync => (Track::Network, What::Sync),
             };

@@ -407,7 +407,7 @@ class DistributedDataParallel(nn.Module):
                 if not factored.parts and not self.find_unused_parameters and not self._goes_along():
                     raise self._unused([factored.name])
                 self._send_factors(factored)
-            factored.done()
+                factored.done()
         for unit in self._units:
             if unit.in_flight or unit is self._usage_unit:
                 continue
