@@ -1,6 +1,6 @@
 //! How fast products are on each unit of this machine, in turns.
 //!
-//! Run: `cargo run --release -p poseidon-matrix --example speed`
+//! Run: `cargo run --release -p poseidon-matrix --example products`
 //!
 //! More threads than one: `-- THREADS` after it.
 
