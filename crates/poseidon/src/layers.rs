@@ -86,10 +86,11 @@ impl Layers {
         self.meetings.get(layer.index())?.as_ref()
     }
 
-    /// Makes of a layer's factors, which have all come, what the program gets back. Once is enough.
-    pub(crate) fn rebuild(&self, layer: LayerId, state: &mut LayerState) {
+    /// Makes of a layer's factors at a clock, which have all come, what the program gets back. Does
+    /// nothing if that is done already, or if the layer is not in flight by factors at that clock.
+    pub(crate) fn rebuild(&self, layer: LayerId, at: Clock, state: &mut LayerState) {
         let Some(InFlight::Factors { clock, rate, values, rebuilt: rebuilt @ None }) =
-            &mut state.in_flight
+            state.in_flight.as_mut().filter(|sent| sent.clock() == at)
         else {
             return;
         };
@@ -154,19 +155,18 @@ impl Drop for Workshop {
 }
 
 fn work(orders: &Receiver<Order>, layers: &Layers, board: &Board, patience: Duration) {
-    // The receiver may have been faster, and the layer may be on its way again.
-    let of = |layer, clock| {
-        let state = layers.state(layer)?;
-        let due = state.in_flight.as_ref().is_some_and(|sent| sent.clock() == clock);
-        due.then_some(state)
-    };
     for (layer, clock) in orders {
+        // The receiver may have been faster, and the layer may be on its way again.
+        let is_due = || {
+            let state = layers.state(layer);
+            state.is_some_and(|state| state.in_flight.as_ref().is_some_and(|f| f.clock() == clock))
+        };
         // A failure, or a deadline that passes, is told to whoever receives the layer.
-        if of(layer, clock).is_some()
+        if is_due()
             && board.wait_beside(layer, Instant::now() + patience)
-            && let Some(mut state) = of(layer, clock)
+            && let Some(mut state) = layers.state(layer)
         {
-            layers.rebuild(layer, &mut state);
+            layers.rebuild(layer, clock, &mut state);
         }
     }
 }

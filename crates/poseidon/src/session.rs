@@ -214,6 +214,11 @@ impl Session {
     /// memory of its values may change.
     pub fn rebuild(&self, layer: LayerId) -> Result<(), Error> {
         let state = self.state(layer)?;
+        if self.layers.meeting(layer).is_none() {
+            let instead = "receive it: nothing of it is rebuilt";
+            let (layer, scheme) = (self.name(layer), Scheme::Ps);
+            return Err(Error::Scheme { layer, scheme, instead });
+        }
         match (&state.in_flight, &self.workshop) {
             (Some(InFlight::Factors { clock, .. }), Some(workshop)) => {
                 workshop.order(layer, *clock);
@@ -239,13 +244,9 @@ impl Session {
         }
         let landed = self.node.board.finished(layer);
         let mut state = self.state(layer)?;
-        if state.in_flight.as_ref().map(InFlight::clock) == Some(clock) {
-            self.layers.rebuild(layer, &mut state);
-        } else {
+        self.layers.rebuild(layer, clock, &mut state);
+        let Some(in_flight) = state.in_flight.take_if(|sent| sent.clock() == clock) else {
             return Err(Error::NotInFlight { layer: self.name(layer) }); // another thread was faster
-        }
-        let Some(in_flight) = state.in_flight.take() else {
-            return Err(Error::NotInFlight { layer: self.name(layer) });
         };
         state.clock = clock;
         let (result, gradient, rebuilt) = match in_flight {
@@ -545,11 +546,16 @@ impl Builder {
         let node = Node::start(&config, Some(job))?;
         let by_factors = node.meetings.iter().any(Option::is_some);
         let layers = Arc::new(Layers::new(node.meetings.clone(), optimizer, rebuild_threads));
-        let workshop = by_factors
-            .then(|| Workshop::open(layers.clone(), node.board.clone(), patience(timeout)))
-            .transpose()?;
         let rate = AtomicU32::new(rate.to_bits());
         let config = Config { coordinator: node.coordinator_address(), ..config };
-        Ok(Session { node, timeout, rate, layers, workshop, finished: false, config, beside: None })
+        let (workshop, finished, beside) = (None, false, None);
+        let mut session =
+            Session { node, timeout, rate, layers, workshop, finished, config, beside };
+        // From here on a failure drops the session, and the others are told.
+        if by_factors {
+            let (layers, board) = (session.layers.clone(), session.node.board.clone());
+            session.workshop = Some(Workshop::open(layers, board, patience(timeout))?);
+        }
+        Ok(session)
     }
 }

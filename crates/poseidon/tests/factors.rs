@@ -177,6 +177,7 @@ fn wrong_calls_say_what_to_do_instead() {
         };
         let room = || Buffer::zeroed(M * N + M);
         says(session.rebuild(fc), &["'fc'", "not in flight"]);
+        says(session.rebuild(conv), &["'conv' goes by ps", "receive it"]);
         says(session.send(fc, room()), &["'fc' goes by sfb", "send its factors"]);
         let (u, v) = (vec![0.0; 50 * M], vec![0.0; 50 * N]);
         let some = |rows: usize| [Factors { u: &u[..rows * M], v: &v[..rows * N] }];

@@ -21,36 +21,7 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
 from poseidon import _native
-
-# The numbers of poseidon_core::Dtype.
-DTYPES = {
-    torch.float32: 1,
-    torch.float64: 2,
-    torch.float16: 3,
-    torch.bfloat16: 4,
-    torch.int8: 5,
-    torch.uint8: 6,
-    torch.int16: 7,
-    torch.int32: 8,
-    torch.int64: 9,
-    torch.bool: 10,
-}
-BYTES = 0
-COMPLEX = {torch.complex64: torch.float32, torch.complex128: torch.float64}
-
-# The numbers of poseidon_core::ReduceOp.
-OPS = {
-    dist.ReduceOp.SUM: 0,
-    dist.ReduceOp.AVG: 1,
-    dist.ReduceOp.PRODUCT: 2,
-    dist.ReduceOp.MIN: 3,
-    dist.ReduceOp.MAX: 4,
-    dist.ReduceOp.BAND: 5,
-    dist.ReduceOp.BOR: 6,
-    dist.ReduceOp.BXOR: 7,
-}
-NAMES = {int(op): name for name, op in dist.ReduceOp.RedOpType.__members__.items()}
-NUMBERS = {int(op): number for op, number in OPS.items()}
+from poseidon._c10d_tensors import Lent, number_of
 
 # How long a process that leaves a group waits for its connections to close.
 LEAVE = 2.0
@@ -161,17 +132,17 @@ class _Operations:
 
     def allreduce(self, tensors, opts=None, timeout=None):
         tensors, opts = _listed(tensors), _with_op(opts, c10d.AllreduceOptions)
-        op = _number(opts.reduceOp)
+        op = number_of(opts.reduceOp)
         if any(tensor.is_sparse for tensor in tensors):
             return self._allreduce_sparse(tensors, opts)
-        lent = _Lent(written=tensors)
+        lent = Lent(written=tensors)
         begun = [self._begin("all_reduce", opts, lent, [t], [], op=op) for t in lent.specs(tensors, op)]
         return self._work(begun, tensors, lent)
 
     allreduce_coalesced = allreduce
 
     def _allreduce_sparse(self, tensors, opts):
-        if _number(opts.reduceOp) != 0:
+        if number_of(opts.reduceOp) != 0:
             raise ValueError("sparse tensors can only be summed")
         for tensor in tensors:
             own = tensor.coalesce()
@@ -189,15 +160,15 @@ class _Operations:
     def broadcast(self, tensors, opts=None, timeout=None):
         tensors = _listed(tensors)
         opts = _with(opts, c10d.BroadcastOptions, rootRank=opts)
-        lent = _Lent(written=tensors)
+        lent = Lent(written=tensors)
         begun = [self._begin("broadcast", opts, lent, [t], [], root=opts.rootRank) for t in lent.specs(tensors)]
         return self._work(begun, tensors, lent)
 
     def reduce(self, tensors, opts=None, op=None, timeout=None):
         tensors = _listed(tensors)
         opts = _with(opts, c10d.ReduceOptions, rootRank=opts)
-        op = _number(opts.reduceOp)
-        lent = _Lent(written=tensors)
+        op = number_of(opts.reduceOp)
+        lent = Lent(written=tensors)
         begun = [
             self._begin("reduce", opts, lent, [t], [], root=opts.rootRank, op=op) for t in lent.specs(tensors, op)
         ]
@@ -208,7 +179,7 @@ class _Operations:
             outputs, inputs = [outputs], [inputs]
         opts = opts or c10d.AllgatherOptions()
         flat = [tensor for row in outputs for tensor in row]
-        lent = _Lent(read=inputs, written=flat)
+        lent = Lent(read=inputs, written=flat)
         begun = []
         for tensor, row in zip(inputs, outputs):
             _same_type(tensor, row)
@@ -224,7 +195,7 @@ class _Operations:
 
     def all_gather_single_coalesced(self, outputs, inputs, opts=None):
         opts = opts or c10d.AllgatherOptions()
-        lent = _Lent(read=inputs, written=outputs)
+        lent = Lent(read=inputs, written=outputs)
         begun = []
         for output, tensor in zip(outputs, inputs):
             _same_type(tensor, [output])
@@ -239,8 +210,8 @@ class _Operations:
         if isinstance(outputs, torch.Tensor):
             outputs, inputs = [outputs], [inputs]
         opts = _with_op(opts, c10d.ReduceScatterOptions)
-        op = _number(opts.reduceOp)
-        lent = _Lent(read=[tensor for row in inputs for tensor in row], written=outputs)
+        op = number_of(opts.reduceOp)
+        lent = Lent(read=[tensor for row in inputs for tensor in row], written=outputs)
         begun = []
         for output, row in zip(outputs, inputs):
             _same_type(output, row)
@@ -254,8 +225,8 @@ class _Operations:
 
     def reduce_scatter_single_coalesced(self, outputs, inputs, opts=None):
         opts = _with_op(opts, c10d.ReduceScatterOptions)
-        op = _number(opts.reduceOp)
-        lent = _Lent(read=inputs, written=outputs)
+        op = number_of(opts.reduceOp)
+        lent = Lent(read=inputs, written=outputs)
         begun = []
         for output, tensor in zip(outputs, inputs):
             _same_type(output, [tensor])
@@ -273,7 +244,7 @@ class _Operations:
         opts = _with(opts, c10d.GatherOptions, rootRank=opts)
         rows = outputs if opts.rootRank == self.rank else []
         flat = [tensor for row in rows for tensor in row]
-        lent = _Lent(read=inputs, written=flat)
+        lent = Lent(read=inputs, written=flat)
         for tensor in inputs:
             _same_type(tensor, flat)
         begun = [
@@ -286,7 +257,7 @@ class _Operations:
             outputs, inputs = [outputs], [inputs] if inputs else []
         opts = _with(opts, c10d.ScatterOptions, rootRank=opts)
         flat = [tensor for row in inputs for tensor in row] if opts.rootRank == self.rank else []
-        lent = _Lent(read=flat, written=outputs)
+        lent = Lent(read=flat, written=outputs)
         for tensor in outputs:
             _same_type(tensor, flat)
         begun = [
@@ -295,7 +266,7 @@ class _Operations:
         return self._work(begun, outputs, lent)
 
     def alltoall(self, outputs, inputs, opts=None):
-        lent = _Lent(read=inputs, written=outputs)
+        lent = Lent(read=inputs, written=outputs)
         specs = lent.bytes(inputs), lent.bytes(outputs)
         begun = [self._begin("all_to_all", opts or c10d.AllToAllOptions(), lent, *specs)]
         return self._work(begun, outputs, lent)
@@ -303,7 +274,7 @@ class _Operations:
     def all_to_all_single(self, output, tensor, output_splits=None, input_splits=None, opts=None):
         _same_type(tensor, [output])
         opts = opts if isinstance(opts, c10d.AllToAllOptions) else c10d.AllToAllOptions()
-        lent = _Lent(read=[tensor], written=[output])
+        lent = Lent(read=[tensor], written=[output])
         specs = (
             lent.split(tensor, input_splits, self.size, "input"),
             lent.split(output, output_splits, self.size, "output"),
@@ -316,12 +287,12 @@ class _Operations:
         return self._work([self._begin("barrier", opts, None, [], [])], [], None)
 
     def send(self, tensors, rank, tag=0):
-        lent = _Lent(read=tensors)
+        lent = Lent(read=tensors)
         parts = [self._begin("send", None, lent, [t], [], peer=rank, tag=tag) for t in lent.bytes(tensors)]
         return self._work(parts, tensors, lent)
 
     def recv(self, tensors, rank, tag=0):
-        lent = _Lent(written=tensors)
+        lent = Lent(written=tensors)
         parts = [self._begin("receive", None, lent, [], [t], peer=rank, tag=tag) for t in lent.bytes(tensors)]
         return self._work(parts, tensors, lent)
 
@@ -382,87 +353,6 @@ def _report(group, done):
     while names := group.completed():
         for name in names:
             done(name)
-
-
-class _Lent:
-    """Tensors of one operation: what keeps them alive, and copies of those that are not contiguous."""
-
-    def __init__(self, read=(), written=()):
-        self.tensors = {}
-        self.copies = []
-        for tensor in itertools.chain(read, written):
-            if tensor.device.type != "cpu":
-                raise ValueError(
-                    f"backend poseidon moves tensors on the CPU, got one on {tensor.device}: "
-                    "copy it to the CPU first, or use 'cpu:poseidon,cuda:nccl'"
-                )
-            if tensor.is_sparse:
-                raise ValueError("backend poseidon takes sparse tensors in all_reduce only")
-        for tensor in written:
-            if not tensor.is_contiguous() and id(tensor) not in self.tensors:
-                dense = tensor.detach().contiguous()
-                self.copies.append((tensor, dense))
-                self.tensors[id(tensor)] = dense
-        for tensor in itertools.chain(read, written):
-            if id(tensor) not in self.tensors:
-                self.tensors[id(tensor)] = tensor if tensor.is_contiguous() else tensor.detach().contiguous()
-        # Ids are only unique among those alive.
-        self.given = (list(read), list(written))
-
-    def specs(self, tensors, op=None):
-        """Address, elements, type of each; `op` tells what is computed with them."""
-        return [_spec(self.tensors[id(tensor)], op) for tensor in tensors]
-
-    def bytes(self, tensors):
-        dense = (self.tensors[id(tensor)] for tensor in tensors)
-        return [(tensor.data_ptr(), tensor.numel() * tensor.element_size(), BYTES) for tensor in dense]
-
-    def parts(self, tensor, size, op=None):
-        """The specs of `size` equal parts."""
-        address, count, dtype = _spec(self.tensors[id(tensor)], op)
-        width = tensor.numel() * tensor.element_size() // size
-        return [(address + rank * width, count // size, dtype) for rank in range(size)]
-
-    def split(self, tensor, splits, size, what):
-        """The specs, in bytes, of parts of `splits` rows, or of equal parts."""
-        rows = tensor.shape[0] if tensor.dim() else 1
-        if not splits:
-            if rows % size:
-                raise ValueError(f"all_to_all of an {what} of {rows} rows among {size} ranks: give it split sizes")
-            splits = [rows // size] * size
-        if len(splits) != size or sum(splits) != rows:
-            raise RuntimeError(f"all_to_all: {what} of {rows} rows among {size} ranks does not split into {splits}")
-        row = tensor.numel() * tensor.element_size() // rows if rows else 0
-        starts = itertools.accumulate(splits, initial=0)
-        address = self.tensors[id(tensor)].data_ptr()
-        return [(address + start * row, count * row, BYTES) for start, count in zip(starts, splits)]
-
-    def give_back(self):
-        with torch.no_grad():
-            for tensor, dense in self.copies:
-                tensor.detach().copy_(dense)
-
-
-def _spec(tensor, op):
-    dtype, count = tensor.dtype, tensor.numel()
-    if dtype in COMPLEX:
-        if op not in (None, 0, 1):
-            raise ValueError(f"all reductions of {dtype} but SUM and AVG are undefined")
-        dtype, count = COMPLEX[dtype], 2 * count
-    number = DTYPES.get(dtype)
-    if number is None:
-        if op is not None:
-            raise ValueError(f"backend poseidon does not compute with {dtype}")
-        number, count = BYTES, count * tensor.element_size()
-    return (tensor.data_ptr(), count, number)
-
-
-def _number(op):
-    """The number of a torch operation."""
-    number = NUMBERS.get(int(getattr(op, "op", op)))
-    if number is None:
-        raise ValueError(f"backend poseidon does not support ReduceOp.{NAMES.get(int(getattr(op, 'op', op)), op)}")
-    return number
 
 
 def _listed(tensors):

@@ -1,0 +1,117 @@
+"""What torch's tensors, types and reductions are to a `poseidon._native.Group`."""
+
+import itertools
+
+import torch
+import torch.distributed as dist
+
+# The numbers of poseidon_core::Dtype.
+DTYPES = {
+    torch.float32: 1,
+    torch.float64: 2,
+    torch.float16: 3,
+    torch.bfloat16: 4,
+    torch.int8: 5,
+    torch.uint8: 6,
+    torch.int16: 7,
+    torch.int32: 8,
+    torch.int64: 9,
+    torch.bool: 10,
+}
+BYTES = 0
+COMPLEX = {torch.complex64: torch.float32, torch.complex128: torch.float64}
+
+# The numbers of poseidon_core::ReduceOp.
+OPS = {
+    dist.ReduceOp.SUM: 0,
+    dist.ReduceOp.AVG: 1,
+    dist.ReduceOp.PRODUCT: 2,
+    dist.ReduceOp.MIN: 3,
+    dist.ReduceOp.MAX: 4,
+    dist.ReduceOp.BAND: 5,
+    dist.ReduceOp.BOR: 6,
+    dist.ReduceOp.BXOR: 7,
+}
+NAMES = {int(op): name for name, op in dist.ReduceOp.RedOpType.__members__.items()}
+NUMBERS = {int(op): number for op, number in OPS.items()}
+
+
+class Lent:
+    """Tensors of one operation: what keeps them alive, and copies of those that are not contiguous."""
+
+    def __init__(self, read=(), written=()):
+        self.tensors = {}
+        self.copies = []
+        for tensor in itertools.chain(read, written):
+            if tensor.device.type != "cpu":
+                raise ValueError(
+                    f"backend poseidon moves tensors on the CPU, got one on {tensor.device}: "
+                    "copy it to the CPU first, or use 'cpu:poseidon,cuda:nccl'"
+                )
+            if tensor.is_sparse:
+                raise ValueError("backend poseidon takes sparse tensors in all_reduce only")
+        for tensor in written:
+            if not tensor.is_contiguous() and id(tensor) not in self.tensors:
+                dense = tensor.detach().contiguous()
+                self.copies.append((tensor, dense))
+                self.tensors[id(tensor)] = dense
+        for tensor in itertools.chain(read, written):
+            if id(tensor) not in self.tensors:
+                self.tensors[id(tensor)] = tensor if tensor.is_contiguous() else tensor.detach().contiguous()
+        # Ids are only unique among those alive.
+        self.given = (list(read), list(written))
+
+    def specs(self, tensors, op=None):
+        """Address, elements, type of each; `op` tells what is computed with them."""
+        return [_spec(self.tensors[id(tensor)], op) for tensor in tensors]
+
+    def bytes(self, tensors):
+        dense = (self.tensors[id(tensor)] for tensor in tensors)
+        return [(tensor.data_ptr(), tensor.numel() * tensor.element_size(), BYTES) for tensor in dense]
+
+    def parts(self, tensor, size, op=None):
+        """The specs of `size` equal parts."""
+        address, count, dtype = _spec(self.tensors[id(tensor)], op)
+        width = tensor.numel() * tensor.element_size() // size
+        return [(address + rank * width, count // size, dtype) for rank in range(size)]
+
+    def split(self, tensor, splits, size, what):
+        """The specs, in bytes, of parts of `splits` rows, or of equal parts."""
+        rows = tensor.shape[0] if tensor.dim() else 1
+        if not splits:
+            if rows % size:
+                raise ValueError(f"all_to_all of an {what} of {rows} rows among {size} ranks: give it split sizes")
+            splits = [rows // size] * size
+        if len(splits) != size or sum(splits) != rows:
+            raise RuntimeError(f"all_to_all: {what} of {rows} rows among {size} ranks does not split into {splits}")
+        row = tensor.numel() * tensor.element_size() // rows if rows else 0
+        starts = itertools.accumulate(splits, initial=0)
+        address = self.tensors[id(tensor)].data_ptr()
+        return [(address + start * row, count * row, BYTES) for start, count in zip(starts, splits)]
+
+    def give_back(self):
+        with torch.no_grad():
+            for tensor, dense in self.copies:
+                tensor.detach().copy_(dense)
+
+
+def _spec(tensor, op):
+    dtype, count = tensor.dtype, tensor.numel()
+    if dtype in COMPLEX:
+        if op not in (None, 0, 1):
+            raise ValueError(f"all reductions of {dtype} but SUM and AVG are undefined")
+        dtype, count = COMPLEX[dtype], 2 * count
+    number = DTYPES.get(dtype)
+    if number is None:
+        if op is not None:
+            raise ValueError(f"backend poseidon does not compute with {dtype}")
+        number, count = BYTES, count * tensor.element_size()
+    return (tensor.data_ptr(), count, number)
+
+
+def number_of(op):
+    """The number of a torch operation."""
+    number = NUMBERS.get(int(getattr(op, "op", op)))
+    if number is None:
+        raise ValueError(f"backend poseidon does not support ReduceOp.{NAMES.get(int(getattr(op, 'op', op)), op)}")
+    return number
