@@ -12,7 +12,7 @@
 //! In a simulation there are no numbers: [`Store::ghost`] judges, counts and answers like any other
 //! store, and all its sums are empty.
 
-use crate::optim::{self, Optimizer, Reduction, Step};
+use crate::optim::{self, Optimizer, Reduction, Step, state_of};
 
 use crate::wire::{Header, Kind};
 use crate::{ChunkKey, Clock, NodeId, Plan, Shard, Violation};
@@ -417,7 +417,7 @@ impl Store {
                 scale,
                 rate: round.rate,
                 clock: Clock(clock.0 + slot.steps_before),
-                state: &mut slot.state,
+                state: state_of(&mut slot.state),
             });
             self.free.entry(slot.room).or_default().extend(round.sum);
             Outcome::Held(parameters.clone())

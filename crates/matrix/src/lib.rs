@@ -40,7 +40,13 @@ mod tiles {
         false
     }
 
-    pub(crate) fn multiply(_: Matrix<'_>, _: Matrix<'_>, _: bool, _: usize, _: &mut [f32]) {
+    pub(crate) fn update<const N: usize>(
+        _: Matrix<'_>,
+        _: Matrix<'_>,
+        _: usize,
+        _: [&mut [f32]; N],
+        _: &impl Fn(&[f32], [&mut [f32]; N]),
+    ) {
         unreachable!("Product::on refuses tiles that are not available");
     }
 }

@@ -60,7 +60,15 @@ impl<'a> Product<'a> {
     /// # Panics
     /// If `into` has not as many values as the product.
     pub fn write_to(self, into: &mut [f32]) {
-        self.compute(false, into);
+        match self.unit_for([into.len()]) {
+            None => {}
+            Some(Unit::Vectors) => vectors::multiply(self.a, self.b, false, self.threads, into),
+            Some(Unit::Tiles) => {
+                tiles::update(self.a, self.b, self.threads, [into], &|x, [into]| {
+                    into.copy_from_slice(x);
+                })
+            }
+        }
     }
 
     /// Adds the product to `into`, row after row.
@@ -68,18 +76,69 @@ impl<'a> Product<'a> {
     /// # Panics
     /// If `into` has not as many values as the product.
     pub fn add_to(self, into: &mut [f32]) {
-        self.compute(true, into);
+        match self.unit_for([into.len()]) {
+            None => {}
+            Some(Unit::Vectors) => vectors::multiply(self.a, self.b, true, self.threads, into),
+            Some(Unit::Tiles) => {
+                tiles::update(self.a, self.b, self.threads, [into], &|x, [into]| {
+                    into.iter_mut().zip(x).for_each(|(into, x)| *into += x);
+                })
+            }
+        }
     }
 
-    fn compute(self, add: bool, into: &mut [f32]) {
-        let (rows, columns) = (self.a.shape().0, self.b.shape().1);
-        check_len(into.len(), rows, columns);
-        if into.is_empty() {
-            return;
+    /// Changes `targets` by the product, which as a whole is never in memory: `change` gets pieces of its rows while
+    /// they are in the cache, each with the same piece of every target.
+    ///
+    /// A target that is empty stays so, in every piece. Pieces come in any order, and from several threads if the
+    /// product is computed on several.
+    ///
+    /// ```
+    /// # use poseidon_matrix::{Matrix, Product};
+    /// let column = Matrix::row_major(&[1.0, 2.0], 2, 1);
+    /// let (mut weights, mut momentum) = ([10.0; 4], [1.0; 4]);
+    /// Product::new(column, column.transposed()).update(
+    ///     [&mut weights, &mut momentum],
+    ///     |gradient, [weights, momentum]| {
+    ///         for i in 0..gradient.len() {
+    ///             momentum[i] = 0.5 * momentum[i] + gradient[i];
+    ///             weights[i] -= momentum[i];
+    ///         }
+    ///     },
+    /// );
+    /// assert_eq!(weights, [8.5, 7.5, 7.5, 5.5]);
+    /// ```
+    ///
+    /// # Panics
+    /// If a target has other than as many values as the product, or none; or if `change` multiplies matrices itself.
+    pub fn update<const N: usize>(
+        self,
+        targets: [&mut [f32]; N],
+        change: impl Fn(&[f32], [&mut [f32]; N]) + Sync,
+    ) {
+        const { assert!(N > 0, "nothing to change") };
+        let lens = targets.each_ref().map(|target| target.len());
+        match self.unit_for(lens.into_iter().filter(|len| *len > 0)) {
+            None => {}
+            Some(Unit::Vectors) => {
+                vectors::update(self.a, self.b, self.threads, targets, &change);
+            }
+            Some(Unit::Tiles) => tiles::update(self.a, self.b, self.threads, targets, &change),
         }
-        match self.unit.unwrap_or_else(|| self.fastest()) {
-            Unit::Vectors => vectors::multiply(self.a, self.b, add, self.threads, into),
-            Unit::Tiles => tiles::multiply(self.a, self.b, add, self.threads, into),
+    }
+
+    /// Who computes this, into memory of these lengths; nobody if there is nothing to compute.
+    fn unit_for(&self, lens: impl IntoIterator<Item = usize>) -> Option<Unit> {
+        let ((rows, inner), columns) = (self.a.shape(), self.b.shape().1);
+        lens.into_iter().for_each(|len| check_len(len, rows, columns));
+        if rows == 0 || columns == 0 {
+            return None;
+        }
+        // Tiles have no way to add up nothing.
+        if inner == 0 {
+            Some(Unit::Vectors)
+        } else {
+            Some(self.unit.unwrap_or_else(|| self.fastest()))
         }
     }
 

@@ -2,6 +2,41 @@
 
 use crate::Matrix;
 use gemm::Parallelism;
+use std::cell::RefCell;
+
+/// Rows that are computed at a time. The product packs its right factor anew for each block, which costs at most an eighth of it
+/// at this size.
+const BLOCK: usize = 512;
+
+thread_local! {
+    /// One block. A thread keeps it, because memory that was never touched costs page faults.
+    static PRODUCT: RefCell<Vec<f32>> = const { RefCell::new(Vec::new()) };
+}
+
+/// Changes `targets` by `a` `b`. `Product` has checked that the shapes fit.
+pub(crate) fn update<const N: usize>(
+    a: Matrix<'_>,
+    b: Matrix<'_>,
+    threads: usize,
+    mut targets: [&mut [f32]; N],
+    change: &impl Fn(&[f32], [&mut [f32]; N]),
+) {
+    let (rows, columns) = (a.shape().0, b.shape().1);
+    PRODUCT.with_borrow_mut(|product| {
+        for start in (0..rows).step_by(BLOCK) {
+            let a = a.rows(start..(start + BLOCK).min(rows));
+            product.resize(a.shape().0 * columns, 0.0);
+            multiply(a, b, false, threads, product);
+            let pieces = targets.each_mut().map(|target| {
+                let rest = std::mem::take(target);
+                let (piece, rest) = rest.split_at_mut(product.len().min(rest.len()));
+                *target = rest;
+                piece
+            });
+            change(product, pieces);
+        }
+    });
+}
 
 /// `into` = `a` `b`, or that added to it. `Product` has checked that the shapes fit.
 pub(crate) fn multiply(a: Matrix<'_>, b: Matrix<'_>, add: bool, threads: usize, into: &mut [f32]) {

@@ -166,6 +166,44 @@ fn what_is_not_finite_shows_in_its_row_or_column_and_nowhere_else() {
     }
 }
 
+/// Shapes of one block and of many; every element meets its own place in each target, once.
+#[test]
+fn targets_are_changed_piece_by_piece() {
+    let units: Vec<_> = units().into_iter().map(Some).chain([None]).collect();
+    for shape in [(1, 1, 1), (33, 40, 31), (600, 33, 1100), (70, 600, 1100), (1100, 257, 70)] {
+        let factors = Factors::new(
+            shape,
+            |len| Numbers(12).integers(len, 40),
+            |len| Numbers(13).integers(len, 7),
+        );
+        let expected = factors.exact(|a, b| a * b);
+        let places: Vec<f32> = (0..expected.len()).map(|i| i as f32).collect();
+        for &unit in &units {
+            for threads in [1, 3] {
+                let product = factors.product(0).threads(threads);
+                let product = unit.map_or(product, |unit| product.on(unit));
+                let (mut sums, mut seen) = (places.clone(), vec![0.0; places.len()]);
+                product.update([&mut sums, &mut [], &mut seen], |product, [sums, none, seen]| {
+                    assert!(none.is_empty() && product.len() == sums.len());
+                    sums.iter_mut().zip(product).for_each(|(sum, x)| *sum += x);
+                    seen.iter_mut().for_each(|seen| *seen += 1.0);
+                });
+                assert!(seen.iter().all(|seen| *seen == 1.0), "{unit:?}, {shape:?}");
+                for ((sum, place), expected) in sums.iter().zip(&places).zip(&expected) {
+                    assert_eq!(sum - place, *expected as f32, "{unit:?}, {shape:?}, {place}");
+                }
+            }
+        }
+    }
+}
+
+#[test]
+#[should_panic(expected = "5 values for a matrix of 2 x 2")]
+fn a_target_of_another_size_is_refused() {
+    let matrix = Matrix::row_major(&[0.0; 4], 2, 2);
+    Product::new(matrix, matrix).update([&mut [0.0; 4], &mut [0.0; 5]], |_, _| {});
+}
+
 #[test]
 fn an_empty_sum_is_zero() {
     for unit in units() {
@@ -176,6 +214,9 @@ fn an_empty_sum_is_zero() {
         assert_eq!(result, [7.0; 4]);
         product.write_to(&mut result);
         assert_eq!(result, [0.0; 4]);
+        product.update([&mut result], |sum, [result]| {
+            assert!(sum.iter().all(|sum| *sum == 0.0) && sum.len() == result.len());
+        });
         Product::new(Matrix::row_major(&[], 0, 2), Matrix::row_major(&[1.0, 2.0], 2, 1))
             .on(unit)
             .write_to(&mut []);

@@ -1,23 +1,20 @@
 //! From factors to a gradient, and from there to what the training program gets back.
 //!
 //! One matrix product over all workers' rows (8 products of 32 rows take nearly twice as long as one
-//! of 256). It runs on the thread that receives the layer, never on a lane. Every worker does the
+//! of 256); with an optimizer, pieces of it change the parameters while they are in the cache. It runs on the thread that receives the layer, never on a lane. Every worker does the
 //! same on the same numbers in the same order, so replicas stay equal bit by bit on equal machines.
 
 use poseidon_core::factors::Layout;
 use poseidon_core::optim::{Step, add, scale};
 use poseidon_core::{Clock, Optimizer};
 use poseidon_matrix::{Matrix, Product};
-use std::ops::Range;
 
 /// What a worker keeps of a layer that goes by factors: its optimizer's state, which for other
 /// layers is on the shards.
 #[derive(Debug, Default)]
 pub(crate) struct Rebuilder {
-    /// By block of the layer.
-    state: Vec<Vec<Vec<f32>>>,
-    /// One block's gradient.
-    gradient: Vec<f32>,
+    /// Vectors as long as the layer; none before the first step.
+    pub(crate) state: Vec<Vec<f32>>,
 }
 
 /// How a step is taken.
@@ -29,13 +26,10 @@ pub(crate) struct Rule<'a> {
     pub(crate) threads: usize,
 }
 
-/// Rows of the gradient that are rebuilt at a time. The product packs the inputs anew for each
-/// block, which costs at most an eighth of it at this size, and the whole gradient is never in memory.
-const BLOCK: usize = 512;
-
 impl Rebuilder {
     /// Replaces `values` by the reduced gradient or, if the optimizer has parameters, takes them one
-    /// step on. `matrix` is everybody's rows; `values` is M x N weights and perhaps M biases.
+    /// step on; then the gradient is never in memory as a whole. `matrix` is everybody's rows; `values` is M x N weights
+    /// and perhaps M biases.
     ///
     /// For a mean, the left columns of `matrix` are scaled if that is exact: there are far fewer of them
     /// than numbers in the gradient.
@@ -47,98 +41,59 @@ impl Rebuilder {
         values: &mut [f32],
     ) {
         let Layout { m, n, workers, .. } = *layout;
-        let factor = rule.optimizer.reduction().scale(workers);
+        let Rule { optimizer, rate, clock, threads } = *rule;
+        let width = layout.width();
+        let factor = optimizer.reduction().scale(workers);
         let (before, after) = if workers.is_power_of_two() { (factor, 1.0) } else { (1.0, factor) };
         if before != 1.0 {
-            matrix.chunks_exact_mut(layout.width()).for_each(|row| scale(&mut row[..m], before));
+            matrix.chunks_exact_mut(width).for_each(|row| scale(&mut row[..m], before));
         }
-        let matrix = &*matrix;
-        let mut weights = 0..0;
-        let mut block = 0;
-        while weights.end < m * n {
-            let rows = weights.end / n..(weights.end / n + BLOCK).min(m);
-            weights = rows.start * n..rows.end * n;
-            let into = &mut values[weights.clone()];
-            self.update(block, rule, after, into, |sum| {
-                product(matrix, layout, rows, rule.threads, sum)
-            });
-            block += 1;
-        }
-        if values.len() > m * n {
-            let bias = &mut values[m * n..];
-            self.update(block, rule, after, bias, |sum| {
-                sum.fill(0.0);
-                matrix.chunks_exact(layout.width()).for_each(|row| add(sum, &row[..m]));
-            });
-        }
-    }
-
-    /// The update rule's vectors, each as long as the layer; none before the first step.
-    pub(crate) fn rule_state(&self) -> Vec<Vec<f32>> {
-        let vectors = self.state.first().map_or(0, Vec::len);
-        let blocks = |vector: usize| self.state.iter().map(move |block| &block[vector][..]);
-        (0..vectors).map(|vector| blocks(vector).collect::<Vec<_>>().concat()).collect()
-    }
-
-    /// Puts the update rule where it was.
-    pub(crate) fn restore_rule(&mut self, layout: &Layout, vectors: &[Vec<f32>]) {
-        let weights = layout.m * layout.n;
-        self.state.clear();
-        let len = vectors.first().map_or(0, Vec::len);
-        let mut start = 0;
-        while start < len {
-            let end = if start < weights { (start + BLOCK * layout.n).min(weights) } else { len };
-            self.state.push(vectors.iter().map(|vector| vector[start..end].to_vec()).collect());
-            start = end;
-        }
-    }
-
-    fn update(
-        &mut self,
-        block: usize,
-        rule: &Rule<'_>,
-        factor: f32,
-        values: &mut [f32],
-        rebuild: impl FnOnce(&mut [f32]),
-    ) {
-        if rule.optimizer.is_stateless() {
-            rebuild(values);
-            if factor != 1.0 {
-                scale(values, factor);
+        let rows = Matrix::row_major(matrix, matrix.len() / width, width);
+        let (u, v) = (rows.columns(0..m), rows.columns(m..m + n));
+        let product = Product::new(u.transposed(), v).threads(threads);
+        let sum_of_biases = |sum: &mut [f32]| {
+            sum.fill(0.0);
+            matrix.chunks_exact(width).for_each(|row| add(sum, &row[..m]));
+        };
+        if optimizer.is_stateless() {
+            let (weights, bias) = values.split_at_mut(m * n);
+            product.write_to(weights);
+            if !bias.is_empty() {
+                sum_of_biases(bias);
+            }
+            if after != 1.0 {
+                scale(values, after);
             }
             return;
         }
-        if self.state.len() == block {
-            let vectors = rule.optimizer.state_vectors();
-            self.state.push(vec![vec![0.0; values.len()]; vectors]);
+        if self.state.is_empty() {
+            self.state = vec![vec![0.0; values.len()]; optimizer.state_vectors()];
         }
-        // The bias is shorter than a block of weights: the memory stays as long as the longest.
-        self.gradient.resize(self.gradient.len().max(values.len()), 0.0);
-        let gradient = &mut self.gradient[..values.len()];
-        rebuild(gradient);
-        rule.optimizer.step(Step {
-            parameters: values,
-            sum: gradient,
-            scale: factor,
-            rate: rule.rate,
-            clock: rule.clock,
-            state: &mut self.state[block],
-        });
+        let step = |sum: &[f32], [parameters, state @ ..]: [&mut [f32]; PARTS]| {
+            optimizer.step(Step { parameters, sum, scale: after, rate, clock, state });
+        };
+        let mut weights: [&mut [f32]; PARTS] = Default::default();
+        let mut bias: [&mut [f32]; PARTS] = Default::default();
+        let state = self.state.iter_mut().map(|vector| &mut vector[..]);
+        for (part, whole) in std::iter::once(values).chain(state).enumerate() {
+            (weights[part], bias[part]) = whole.split_at_mut(m * n);
+        }
+        product.update(weights, step);
+        if !bias[0].is_empty() {
+            let mut sum = vec![0.0; m];
+            sum_of_biases(&mut sum);
+            step(&sum, bias);
+        }
     }
 }
 
-/// `rows` of uᵀv, where u and v are the left and the right columns of `matrix`.
-fn product(matrix: &[f32], layout: &Layout, rows: Range<usize>, threads: usize, into: &mut [f32]) {
-    let Layout { m, n, .. } = *layout;
-    let width = layout.width();
-    let matrix = Matrix::row_major(matrix, matrix.len() / width, width);
-    let (u, v) = (matrix.columns(rows), matrix.columns(m..m + n));
-    Product::new(u.transposed(), v).threads(threads).write_to(into);
-}
+/// What a step changes: the parameters, and the optimizer's state.
+const PARTS: usize = 1 + Optimizer::MOST_STATE_VECTORS;
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use poseidon_core::optim::state_of;
     use poseidon_core::{ChunkSize, Cluster, Reduction, Servers};
 
     fn layout(m: usize, n: usize, batch: usize, workers: u16) -> Layout {
@@ -202,7 +157,7 @@ mod tests {
                 scale: 0.5,
                 rate: 0.125,
                 clock,
-                state: &mut state,
+                state: state_of(&mut state),
             });
             assert_eq!(values, parameters);
         }

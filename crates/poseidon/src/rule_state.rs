@@ -36,7 +36,7 @@ impl Session {
         if self.layers.meeting(layer).is_some() {
             // Every worker has it all.
             if self.rank() == 0 && state.clock.0 + state.steps_before > 0 {
-                vectors = state.rebuilder.rule_state();
+                vectors.clone_from(&state.rebuilder.state);
             }
         } else {
             for (range, piece) in
@@ -82,8 +82,8 @@ impl Session {
             ));
         }
         state.steps_before = rule.steps;
-        if let Some(meeting) = self.layers.meeting(layer) {
-            state.rebuilder.restore_rule(&meeting.layout, &rule.vectors);
+        if self.layers.meeting(layer).is_some() {
+            state.rebuilder.state = rule.vectors;
             return Ok(());
         }
         let rule = Arc::new(rule);

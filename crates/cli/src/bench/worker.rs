@@ -3,7 +3,7 @@
 use super::report::Report;
 use anyhow::{Context, ensure};
 use poseidon::{Buffer, ChunkSize, Clock, Config, Layer, LayerId, Optimizer, Session};
-use poseidon_core::optim::Step;
+use poseidon_core::optim::{Step, state_of};
 use rustix::time::{ClockId, clock_gettime};
 use std::time::{Duration, Instant};
 
@@ -175,7 +175,7 @@ impl Reference {
                 scale,
                 rate: RATE,
                 clock: Clock(u64::from(iteration) + 1),
-                state: &mut self.state,
+                state: state_of(&mut self.state),
             });
         }
         // Integers sum exactly in any order, so there is nothing to round.

@@ -142,8 +142,23 @@ pub struct Step<'a> {
     /// 1 for the first step.
     pub clock: Clock,
     /// [`Optimizer::state_vectors`] vectors as long as the parameters, all zero before the first
-    /// step and afterwards as the step before left them.
-    pub state: &'a mut [Vec<f32>],
+    /// step and afterwards as the step before left them. The others are empty.
+    pub state: State<'a>,
+}
+
+/// What an optimizer keeps of a chunk between steps; [`state_of`] has it from a list of vectors.
+pub type State<'a> = [&'a mut [f32]; Optimizer::MOST_STATE_VECTORS];
+
+/// The vectors, and empty ones in place of those the optimizer does not keep.
+///
+/// # Panics
+///
+/// If there are more than any optimizer keeps.
+pub fn state_of(vectors: &mut [Vec<f32>]) -> State<'_> {
+    let mut state = State::default();
+    assert!(vectors.len() <= state.len(), "no optimizer keeps {} vectors", vectors.len());
+    state.iter_mut().zip(vectors).for_each(|(state, vector)| *state = vector);
+    state
 }
 
 /// A hyperparameter with which training cannot work.
@@ -219,6 +234,9 @@ impl Optimizer {
     pub fn is_stateless(&self) -> bool {
         matches!(self, Self::Reduce(_))
     }
+
+    /// No optimizer keeps more vectors than this.
+    pub const MOST_STATE_VECTORS: usize = 2;
 
     /// How many vectors as long as the parameters the shard keeps between steps.
     pub fn state_vectors(&self) -> usize {
@@ -402,16 +420,15 @@ pub fn scale(x: &mut [f32], factor: f32) {
     Arch::new().dispatch(kernels::Scale { x, factor });
 }
 
-/// The state as exactly `N` vectors of `len` elements.
-fn vectors<const N: usize>(state: &mut [Vec<f32>], len: usize) -> [&mut [f32]; N] {
-    let got = state.len();
-    let Ok(state) = <&mut [Vec<f32>; N]>::try_from(state) else {
-        panic!("the optimizer keeps {N} state vectors, the chunk has {got}");
-    };
-    state.each_mut().map(|vector| {
-        assert_eq!(vector.len(), len, "a state vector is as long as the parameters");
-        vector.as_mut_slice()
-    })
+/// The first `N` vectors of the state, which are all that are not empty.
+fn vectors<const N: usize>(state: State<'_>, len: usize) -> [&mut [f32]; N] {
+    let lens = state.each_ref().map(|vector| vector.len());
+    assert!(
+        lens.iter().enumerate().all(|(i, got)| *got == if i < N { len } else { 0 }),
+        "the optimizer keeps {N} state vectors of {len} elements, the chunk has {lens:?}"
+    );
+    let mut state = state.into_iter();
+    std::array::from_fn(|_| state.next().expect("no optimizer keeps more"))
 }
 
 /// `base` to the power of `exponent`. Not `powi`, whose rounding is the platform's choice.

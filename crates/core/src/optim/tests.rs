@@ -52,7 +52,7 @@ impl Run {
                 scale: self.optimizer.reduction().scale(self.workers),
                 rate: rate(t),
                 clock: Clock(t),
-                state: &mut self.state,
+                state: state_of(&mut self.state),
             },
         );
     }
@@ -222,7 +222,7 @@ fn chunks_of_any_length_give_the_same_parameters() {
                         scale: optimizer.reduction().scale(cut.workers),
                         rate: rate(t),
                         clock: Clock(t),
-                        state: &mut state,
+                        state: state_of(&mut state),
                     });
                     for (vector, element) in cut.state.iter_mut().zip(state) {
                         vector[i] = element[0];
@@ -246,7 +246,7 @@ fn two_steps(text: &str, rates: [f32; 2]) -> [f32; 2] {
             scale: Reduction::Mean.scale(4),
             rate: rates[clock as usize - 1],
             clock: Clock(clock),
-            state: &mut state,
+            state: state_of(&mut state),
         });
         parameters[0]
     })
@@ -297,7 +297,7 @@ fn adam_leaves_parameters_without_gradient_alone() {
         scale: 1.0,
         rate: 0.1,
         clock: Clock(1),
-        state: &mut state,
+        state: state_of(&mut state),
     });
     assert_eq!(parameters, [0.5, -2.0]);
 }
@@ -411,7 +411,7 @@ fn stepping_a_reduction_panics() {
 }
 
 #[test]
-#[should_panic = "keeps 2 state vectors, the chunk has 1"]
+#[should_panic = "keeps 2 state vectors of 1 elements, the chunk has [1, 0]"]
 fn missing_state_panics() {
     let mut run = Run::new(&Optimizer::adam(), 1);
     run.state.pop();

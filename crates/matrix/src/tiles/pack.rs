@@ -8,7 +8,7 @@ use std::arch::x86_64::*;
 pub(super) const SIDE: usize = 2 * LANES;
 
 /// Numbers in a vector, and rows in a tile.
-const LANES: usize = 16;
+pub(super) const LANES: usize = 16;
 
 /// A register's worth: 16 rows of 16 pairs of `bf16`.
 type Tile = [__m512i; LANES];
@@ -33,18 +33,27 @@ pub(super) enum Form {
     Right,
 }
 
-/// Packs the rows of `lines`: panel after panel, within a panel step after step, filled up with zeros.
-pub(super) fn pack(_: Permit, lines: Matrix<'_>, form: Form, into: &mut Vec<Step>) {
+/// Packs the rows of `lines`: panel after panel, within a panel step after step, filled up with zeros. `memory` grows as
+/// needed, and never shrinks, because it would have to be cleared when it grows again.
+pub(super) fn pack<'a>(
+    _: Permit,
+    lines: Matrix<'_>,
+    form: Form,
+    memory: &'a mut Vec<Step>,
+) -> &'a [Step] {
     // SAFETY: the permit says that the processor has these instructions.
-    unsafe { pack_with_vectors(lines, form, into) }
+    unsafe { pack_with_vectors(lines, form, memory) }
 }
 
 #[target_feature(enable = "avx512f,avx512bw")]
-fn pack_with_vectors(lines: Matrix<'_>, form: Form, into: &mut Vec<Step>) {
+fn pack_with_vectors<'a>(lines: Matrix<'_>, form: Form, memory: &'a mut Vec<Step>) -> &'a [Step] {
     let (count, depth) = lines.shape();
     let steps = depth.div_ceil(Step::DEPTH);
-    let zero = Step { parts: [[[_mm512_setzero_si512(); LANES]; 2]; 3] };
-    into.resize(count.div_ceil(SIDE) * steps, zero);
+    let len = count.div_ceil(SIDE) * steps;
+    if memory.len() < len {
+        memory.resize(len, Step { parts: [[[_mm512_setzero_si512(); LANES]; 2]; 3] });
+    }
+    let into = &mut memory[..len];
     let natural = if lines.strides().1 == 1 {
         pack_along(lines, steps, into);
         Form::Left
@@ -53,10 +62,11 @@ fn pack_with_vectors(lines: Matrix<'_>, form: Form, into: &mut Vec<Step>) {
         Form::Right
     };
     if form != natural {
-        for step in into {
+        for step in &mut *into {
             step.parts.as_flattened_mut().iter_mut().for_each(|tile| transpose(tile));
         }
     }
+    into
 }
 
 /// Lines lie in one piece each.

@@ -1,7 +1,6 @@
 //! The matrix unit itself: leave to use it, its configuration, and the loop that keeps it busy.
 
-use super::Output;
-use super::pack::{SIDE, Step};
+use super::pack::{LANES, SIDE, Step};
 use std::arch::asm;
 use std::arch::x86_64::__cpuid_count;
 use std::marker::PhantomData;
@@ -39,6 +38,21 @@ impl Permit {
 pub(super) struct Tiles {
     /// Tiles are the thread's own.
     _not_send: PhantomData<*const ()>,
+}
+
+/// A tile's row of sums: a line of the cache.
+#[derive(Clone, Copy)]
+#[repr(C, align(64))]
+pub(super) struct Line([f32; LANES]);
+
+impl Line {
+    pub(super) const ZERO: Self = Self([0.0; LANES]);
+
+    /// What is in some lines, one after the other.
+    pub(super) fn values(lines: &[Self]) -> &[f32] {
+        // SAFETY: a line is an array of as many values as fit it, without padding.
+        unsafe { std::slice::from_raw_parts(lines.as_ptr().cast(), lines.len() * LANES) }
+    }
 }
 
 /// What LDTILECFG reads. The first palette is the one with eight tiles of up to 16 rows of 64 bytes.
@@ -80,26 +94,28 @@ impl Tiles {
         Self { _not_send: PhantomData }
     }
 
-    /// Multiplies a panel of a by a panel of b, step by step, into 32 x 32 values: overwrites them or
-    /// adds to them. Meanwhile the cache fetches the block of the same size that is written `next`.
+    /// Multiplies a panel of a by a panel of b, step by step, into the first 32 x 32 of `sums`: overwrites them or
+    /// adds to them. Rows of sums are `stride` lines apart. Meanwhile the cache fetches 32 x 32 values from `next` on,
+    /// whose rows are `next_stride` values apart.
     ///
     /// Parts 1, 2 and 3 of a number get smaller by 2^-8 each. Of the nine products of parts the six largest are taken,
     /// small ones first, in an order in which a product shares one side with the product before: 14 loads for 24 products.
-    ///
-    /// # Safety
-    /// `to` is valid for reads and writes of 32 rows of 32 values, and nobody else uses these.
-    pub(super) unsafe fn multiply(
+    #[expect(clippy::too_many_arguments, reason = "a call a microsecond, from one place")]
+    pub(super) fn multiply(
         &self,
         a: &[Step],
         b: &[Step],
         add: bool,
-        to: Output,
+        sums: &mut [Line],
+        stride: usize,
         next: *const f32,
+        next_stride: usize,
     ) {
         assert!(a.len() == b.len() && !a.is_empty(), "panels of the same depth");
+        assert!(sums.len() >= (SIDE - 1) * stride + SIDE / LANES, "32 rows of two lines");
         // SAFETY: `self` says that all tiles are configured as 16 rows of 64 bytes. A Step is 6144 bytes, of which every
         // load takes 16 rows at a stride of 64 from offsets up to 5120; there are `steps` of them in each panel, and
-        // at least one. The output is four quarters of 16 rows of 64 bytes, at the stride of `to`, valid by the caller. Prefetching
+        // at least one. The sums are four quarters of 16 rows of 64 bytes, at `stride` lines, which the assertion has seen. Prefetching
         // is allowed anywhere. Labels are local, no stack is used, memory is clobbered.
         unsafe {
             asm!(
@@ -142,12 +158,12 @@ impl Tiles {
                 "tileloadd tmm6, [{b} + {row}*1]",
                 "tileloadd tmm7, [{b} + {row}*1 + 1024]",
                 products!(),
-                // Two addresses reach all lines of a row that the block before has not written to.
+                // Two addresses reach all lines of a row that were not fetched for the block before.
                 "mov {count}, {fetched}",
                 "4:",
                 "prefetchw [{next} + 63]",
                 "prefetchw [{next} + 127]",
-                "add {next}, {stride}",
+                "add {next}, {next_stride}",
                 "dec {count}",
                 "jnz 4b",
                 "add {a}, {step}",
@@ -162,9 +178,10 @@ impl Tiles {
                 b = inout(reg) b.as_ptr() => _,
                 steps = inout(reg) a.len() => _,
                 next = inout(reg) next => _,
-                top = in(reg) to.first,
-                bottom = in(reg) to.at(SIDE / 2, 0).first,
-                stride = in(reg) to.stride * size_of::<f32>(),
+                next_stride = in(reg) next_stride * size_of::<f32>(),
+                top = in(reg) sums.as_mut_ptr(),
+                bottom = in(reg) sums[SIDE / 2 * stride..].as_mut_ptr(),
+                stride = in(reg) stride * size_of::<Line>(),
                 row = in(reg) 64_usize,
                 count = inout(reg) usize::from(add) => _,
                 fetched = in(reg) SIDE.div_ceil(a.len()),

@@ -5,7 +5,7 @@ use super::{Sync, TrainError};
 use crate::net::Factors;
 use crate::{Gradient, Net};
 use poseidon::{Buffer, Clock, LayerId, Optimizer, Scheme, Session};
-use poseidon_core::optim::{self, Step};
+use poseidon_core::optim::{self, Step, state_of};
 use std::ops::Deref;
 use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard};
@@ -246,7 +246,7 @@ impl Alone {
             scale: 1.0,
             rate: f32::from_bits(self.rate.load(Ordering::Relaxed)),
             clock: *clock,
-            state,
+            state: state_of(state),
         });
     }
 }
