@@ -13,6 +13,7 @@ pub mod memory;
 
 mod connect;
 mod listener;
+mod past_cache;
 mod secret;
 mod shared;
 mod stream;

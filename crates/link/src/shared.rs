@@ -9,7 +9,7 @@
 //! once more, and only then reports `WouldBlock`; the other side rings when it sees that. Both are
 //! sequentially consistent, so one of the two always sees the other.
 
-use crate::{Carrier, Link};
+use crate::{Carrier, Link, past_cache};
 use mio::unix::SourceFd;
 use mio::{Interest, Registry, Token};
 use rustix::fs::{
@@ -324,10 +324,8 @@ impl<'a> Ring<'a> {
         let (first, second) = bytes.split_at_mut(split);
         // SAFETY: as for `copy_in`, with the roles exchanged.
         unsafe {
-            self.data
-                .add(at)
-                .copy_to_nonoverlapping(NonNull::from(&mut *first).cast(), first.len());
-            self.data.copy_to_nonoverlapping(NonNull::from(&mut *second).cast(), second.len());
+            past_cache::copy(self.data.add(at).as_ptr(), first.as_mut_ptr(), first.len());
+            past_cache::copy(self.data.as_ptr(), second.as_mut_ptr(), second.len());
         }
     }
 }
