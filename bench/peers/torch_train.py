@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 import torch_nets
 
-CONTENDERS = ["alone", "ddp", "ddp-fp16", "ddp-poseidon", "poseidon", "poseidon-ps", "poseidon-server"]
+CONTENDERS = ["alone", "apart", "ddp", "ddp-fp16", "ddp-poseidon", "poseidon", "poseidon-ps", "poseidon-server"]
 # So small that nothing diverges on one batch over and over.
 RATE = 1e-4
 WARM_UP = 2
@@ -91,6 +91,10 @@ def prepare(contender, net):
     """The net as it is trained, its optimizer, a barrier, and what to call at the end."""
     if contender == "alone":
         return net, sgd(net), lambda: None, lambda: None
+    if contender == "apart":
+        # Connected only to start at the same time.
+        dist.init_process_group("gloo", timeout=datetime.timedelta(minutes=5))
+        return net, sgd(net), dist.barrier, dist.destroy_process_group
     if contender.startswith("ddp"):
         if contender == "ddp-poseidon":
             import poseidon.torch  # noqa: F401

@@ -11,6 +11,8 @@ use serde::{Deserialize, Serialize};
 pub(crate) enum Contender {
     /// One worker, plain PyTorch
     Alone,
+    /// A worker on every node, each by itself: what the machine leaves for computing, nothing synchronised
+    Apart,
     /// Stock DistributedDataParallel on Gloo
     Ddp,
     /// The same, with gradients rounded to 16 bits: lossy, for comparison
@@ -30,6 +32,7 @@ impl Contender {
     pub(crate) fn name(self) -> &'static str {
         match self {
             Self::Alone => "alone",
+            Self::Apart => "apart",
             Self::Ddp => "ddp",
             Self::DdpFp16 => "ddp-fp16",
             Self::DdpPoseidon => "ddp-poseidon",
@@ -43,6 +46,7 @@ impl Contender {
     pub(super) fn words(self) -> &'static str {
         match self {
             Self::Alone => "alone",
+            Self::Apart => "apart, not synchronised",
             Self::Ddp => "stock DDP, Gloo",
             Self::DdpFp16 => "stock DDP, Gloo, fp16 hook (lossy)",
             Self::DdpPoseidon => "stock DDP, poseidon backend",
@@ -56,6 +60,7 @@ impl Contender {
     pub(super) fn label(self) -> &'static str {
         match self {
             Self::Alone => "alone",
+            Self::Apart => "apart",
             Self::Ddp => "DDP",
             Self::DdpFp16 => "fp16",
             Self::DdpPoseidon => "backend",
@@ -68,6 +73,7 @@ impl Contender {
     pub(super) fn colour(self) -> RGBColor {
         match self {
             Self::Alone => charts::GREY,
+            Self::Apart => RGBColor(190, 190, 190),
             Self::Ddp => charts::ORANGE,
             Self::DdpFp16 => RGBColor(230, 159, 0),
             Self::DdpPoseidon => RGBColor(204, 121, 167),
