@@ -21,20 +21,24 @@ pub const BATCH_BYTES: usize = 128 << 10;
 /// The same, in frames.
 pub const BATCH_FRAMES: usize = 16;
 
+/// When a frame goes: before those of a greater number. `arrived` is how many came until this one.
+pub fn order(kind: Kind, layer: LayerId, arrived: u64) -> u64 {
+    let place = match kind {
+        Kind::Factors => 0,
+        // Goodbyes wait for everything else.
+        Kind::Bye => LAST,
+        // Frames without a chunk have layer 0.
+        _ => (1 + u64::from(layer.0)).min(LAST - 1),
+    };
+    place << ARRIVAL_BITS | arrived
+}
+
 impl<T> Queue<T> {
     /// Puts a frame in its place.
     pub fn push(&mut self, header: &Header, frame: T) {
-        let LayerId(layer) = header.chunk.layer;
-        let place = match header.kind {
-            Kind::Factors => 0,
-            // Goodbyes wait for everything else.
-            Kind::Bye => LAST,
-            // Frames without a chunk have layer 0.
-            _ => (1 + u64::from(layer)).min(LAST - 1),
-        };
         self.arrived += 1;
-        let order = Reverse(place << ARRIVAL_BITS | self.arrived);
-        self.waiting.push(Waiting { order, frame });
+        let order = order(header.kind, header.chunk.layer, self.arrived);
+        self.waiting.push(Waiting { order: Reverse(order), frame });
     }
 
     /// The frame that goes next.

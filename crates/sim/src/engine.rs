@@ -5,6 +5,7 @@ use crate::calendar::{Calendar, Event, Time};
 use crate::fabric::{Done, Fabric};
 use crate::node::{self, Book, Node};
 use crate::outcome::{Halt, LayerTimeline, Rebuilt};
+use crate::peers::Peers;
 use crate::rebuild::Sent;
 use crate::setup::Setup;
 use crate::worker::{Next, Program, Worker};
@@ -35,12 +36,21 @@ impl<'a> Engine<'a> {
                 return Err(Error::FrameTooLong { layer, bytes });
             }
         }
+        let syncers: Vec<_> =
+            ids().map(|layer| node::syncers(&setup.cluster, &plan, layer)).collect();
+        let pushes = ids().map(|layer| {
+            let factors = setup.adam_push(layer).map(|bytes| bytes as u32);
+            node::pushes(&setup.cluster, &syncers[layer.index()], factors)
+        });
+        let mut workers = Peers::none(setup.cluster.nodes());
+        setup.cluster.worker_ids().for_each(|worker| workers.insert(worker.index()));
         let book = Book {
             cluster: &setup.cluster,
             layers: &setup.layers,
-            pushes: ids().map(|layer| setup.adam_push(layer).map(|bytes| bytes as u32)).collect(),
+            pushes: pushes.collect(),
             rows: ids().map(|layer| setup.factor_rows(layer)).collect(),
-            syncers: ids().map(|layer| node::syncers(&setup.cluster, &plan, layer)).collect(),
+            syncers,
+            workers,
             plan,
         };
         let rebuild = ids().map(|layer| {
@@ -93,16 +103,15 @@ impl<'a> Engine<'a> {
             }
             match self.fabric.handle(event, &mut self.calendar) {
                 Done::Nothing => {}
-                Done::Sent(node, frame) => {
-                    let back = self.nodes[node.index()].handle_sent(&frame);
-                    let layer = frame.chunk.layer.index();
-                    if self.watches(node, frame.clock.into()) && frame.lent {
+                Done::Sent { from, frame, last } => {
+                    let (layer, clock) = (frame.chunk.layer.index(), frame.clock.into());
+                    if self.watches(from, clock) && frame.lent {
                         self.timeline[layer].sent = self.calendar.now().seconds();
                     }
-                    if back {
-                        self.handle_back(node, layer, frame.clock.into());
+                    if last && self.nodes[from.index()].handle_sent(&frame) {
+                        self.handle_back(from, layer, clock);
                     }
-                    self.fabric.pump(node, &mut self.calendar);
+                    self.fabric.pump(from, &mut self.calendar);
                 }
                 Done::Landed { from, to, frame } => {
                     let now = self.now();
@@ -112,7 +121,7 @@ impl<'a> Engine<'a> {
                         from,
                         &frame,
                         now,
-                        &mut |node, frame| fabric.post(to, node, frame),
+                        &mut |mailing| fabric.post(to, mailing),
                     );
                     self.fabric.pump(to, &mut self.calendar);
                     if back {
@@ -229,7 +238,7 @@ impl<'a> Engine<'a> {
                         LayerId(layer as u32),
                         Clock(step),
                         time,
-                        &mut |peer, frame| fabric.post(id, peer, frame),
+                        &mut |mailing| fabric.post(id, mailing),
                     );
                     let back = !node.is_in_flight(layer);
                     fabric.pump(id, &mut self.calendar);

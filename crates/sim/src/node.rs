@@ -1,12 +1,14 @@
 //! What one node holds: core's syncers, gatherers and shards, in the place of a session's lanes.
 
-use crate::fabric::Frame;
+use crate::mail::{Frame, Mailing, Part};
 use crate::outcome::Wait;
+use crate::peers::Peers;
 use poseidon_core::store::{Completed, Outcome};
 use poseidon_core::wire::{Header, Kind};
 use poseidon_core::{
     ChunkKey, Clock, Cluster, Gather, Layer, LayerId, NodeId, Plan, Shard, Store, Syncer, Violation,
 };
+use std::rc::Rc;
 use std::time::Duration;
 
 /// What all nodes know.
@@ -14,35 +16,59 @@ pub(crate) struct Book<'a> {
     pub(crate) cluster: &'a Cluster,
     pub(crate) layers: &'a [Layer],
     pub(crate) plan: Plan,
-    /// By layer: bytes of a push, where that is not the gradient.
-    pub(crate) pushes: Vec<Option<u32>>,
+    pub(crate) workers: Peers,
+    /// By layer: what a worker pushes.
+    pub(crate) pushes: Vec<Vec<Push>>,
     /// By layer: rows of factors.
     pub(crate) rows: Vec<usize>,
     /// By layer and lane: what every worker begins with.
     pub(crate) syncers: Vec<Vec<Syncer>>,
 }
 
+/// At most one chunk of a layer for each server.
+pub(crate) struct Push {
+    servers: Peers,
+    /// By server.
+    parts: Rc<Vec<Part>>,
+}
+
 pub(crate) struct Node {
     id: NodeId,
     /// By lane; none if the node is not a server.
     stores: Vec<Store>,
-    /// By layer and lane; none if the node is not a worker.
-    syncers: Vec<Vec<Syncer>>,
-    gathers: Vec<Vec<Gather>>,
-    /// By layer: frames that are still read from the worker's memory.
-    unsent: Vec<u32>,
-    in_flight: Vec<bool>,
+    /// None if the node is not a worker.
+    layers: Vec<Tracked>,
     completed: Vec<Completed>,
 }
 
-/// A frame for another node.
-pub(crate) type Post<'a> = dyn FnMut(NodeId, Frame) + 'a;
+/// One layer of a worker: what is needed at once is in one cache line.
+#[repr(align(64))]
+struct Tracked {
+    /// By lane, if it does not go by factors.
+    syncers: Vec<Syncer>,
+    /// By lane, if it does.
+    gathers: Vec<Gather>,
+    /// Mailings that are still read from the worker's memory.
+    unsent: u32,
+    in_flight: bool,
+}
+
+/// Frames for other nodes.
+pub(crate) type Post<'a> = dyn FnMut(Mailing) + 'a;
+
+impl Book<'_> {
+    fn workers_but(&self, node: NodeId) -> Peers {
+        let mut workers = self.workers.clone();
+        workers.remove(node.index());
+        workers
+    }
+}
 
 impl Node {
     pub(crate) fn new(book: &Book<'_>, id: NodeId) -> Self {
         let role = book.cluster.role(id);
         let (worker, server) = role.map_or((false, false), |role| (role.worker, role.server));
-        let layers = || (0..if worker { book.layers.len() as u32 } else { 0 }).map(LayerId);
+        let layers = (0..if worker { book.layers.len() as u32 } else { 0 }).map(LayerId);
         let lanes = || book.cluster.lane_ids();
         let shard = |lane| Shard { node: id, lane };
         let workers = book.cluster.workers();
@@ -53,20 +79,23 @@ impl Node {
             }
             None => Vec::new(),
         };
+        let tracked = |layer: LayerId| Tracked {
+            syncers: book.syncers[layer.index()].clone(),
+            gathers: gathers(layer),
+            unsent: 0,
+            in_flight: false,
+        };
         Self {
             id,
             stores: lanes().filter(|_| server).map(store).collect(),
-            syncers: layers().map(|layer| book.syncers[layer.index()].clone()).collect(),
-            gathers: layers().map(gathers).collect(),
-            unsent: vec![0; book.layers.len()],
-            in_flight: vec![false; book.layers.len()],
+            layers: layers.map(tracked).collect(),
             completed: Vec::new(),
         }
     }
 
     /// Whether `layer` has been sent and has not come back.
     pub(crate) fn is_in_flight(&self, layer: usize) -> bool {
-        self.in_flight[layer]
+        self.layers[layer].in_flight
     }
 
     /// The worker's gradient of `layer`, or its factors, go out.
@@ -79,46 +108,41 @@ impl Node {
         post: &mut Post<'_>,
     ) {
         let at = layer.index();
-        self.in_flight[at] = true;
-        for gather in &mut self.gathers[at] {
+        let tracked = &mut self.layers[at];
+        tracked.in_flight = true;
+        for gather in &mut tracked.gathers {
             let chunks = gather.handle_send(clock, book.rows[at], 0.0);
             for (chunk, range) in chunks.expect("all workers have the same rate") {
                 let payload = (range.len() * size_of::<f32>()) as u32;
-                let frame = Frame {
-                    kind: Kind::Factors,
-                    chunk,
-                    clock: clock.0 as u32,
-                    payload,
-                    lent: true,
-                };
-                for worker in book.cluster.worker_ids().filter(|w| *w != self.id) {
-                    self.unsent[at] += 1;
-                    post(worker, frame);
-                }
+                let (kind, clock) = (Kind::Factors, clock.0 as u32);
+                let frame = Frame { kind, chunk, clock, payload, lent: true };
+                let peers = book.workers_but(self.id);
+                tracked.unsent += u32::from(!peers.is_empty());
+                post(Mailing { frame, parts: None, peers });
             }
         }
+        for syncer in &mut tracked.syncers {
+            syncer.handle_send(clock);
+        }
         let mut own = Vec::new();
-        for syncer in &mut self.syncers[at] {
-            for part in syncer.handle_send(clock) {
-                if part.server == self.id {
-                    own.push(part.key);
-                    continue;
-                }
-                self.unsent[at] += 1;
-                let gradient = (part.range.len() * size_of::<f32>()) as u32;
-                let payload = book.pushes[at].unwrap_or(gradient);
-                let (kind, chunk) = (Kind::Push, part.key);
-                post(
-                    part.server,
-                    Frame { kind, chunk, clock: clock.0 as u32, payload, lent: true },
-                );
+        for Push { servers, parts } in &book.pushes[at] {
+            let mut peers = servers.clone();
+            let mut chunk = ChunkKey { layer, index: 0 };
+            if peers.contains(self.id.index()) {
+                peers.remove(self.id.index());
+                chunk.index = parts[self.id.index()].index;
+                own.push(chunk);
             }
+            tracked.unsent += u32::from(!peers.is_empty());
+            let (kind, clock) = (Kind::Push, clock.0 as u32);
+            let frame = Frame { kind, chunk, clock, payload: 0, lent: true };
+            post(Mailing { frame, parts: Some(Rc::clone(parts)), peers });
         }
         for chunk in own {
             self.contribute(book, self.id, chunk, clock, now);
         }
         self.poll_completed(book, post);
-        self.finish_if_done(at);
+        self.layers[at].finish_if_done();
     }
 
     /// A frame has come. True if a layer that the worker may wait for is back.
@@ -133,11 +157,11 @@ impl Node {
         let chunk = frame.chunk;
         let layer = chunk.layer.index();
         let clock = Clock(frame.clock.into());
-        let before = self.in_flight[layer];
         match frame.kind {
             Kind::Factors => {
                 let header = header(frame, from, frame.payload);
-                let gather = self.gathers[layer].iter_mut().find_map(|gather| {
+                let tracked = &mut self.layers[layer];
+                let gather = tracked.gathers.iter_mut().find_map(|gather| {
                     match gather.handle_factors(&header) {
                         Err(Violation::UnknownChunk) => None, // another lane's
                         judged => Some(judged.map(|_| gather)),
@@ -145,38 +169,34 @@ impl Node {
                 });
                 let gather = lawful(gather.unwrap_or(Err(Violation::UnknownChunk)));
                 gather.handle_landed(from, chunk.index, clock);
-                self.finish_if_done(layer);
+                tracked.finish_if_done()
             }
             Kind::Update => {
                 let header = header(frame, from, frame.payload);
-                let landed = self.syncers[layer].iter_mut().find_map(|syncer| {
+                let tracked = &mut self.layers[layer];
+                let landed = tracked.syncers.iter_mut().find_map(|syncer| {
                     match syncer.handle_update(&header) {
                         Err(Violation::UnknownChunk) => None,
                         judged => Some(judged.map(|_| syncer.handle_landed(chunk.index))),
                     }
                 });
-                if lawful(landed.unwrap_or(Err(Violation::UnknownChunk))) {
-                    self.finish_if_done(layer);
-                }
+                lawful(landed.unwrap_or(Err(Violation::UnknownChunk))) && tracked.finish_if_done()
             }
             _ => {
                 self.contribute(book, from, chunk, clock, now);
-                self.poll_completed(book, post);
+                self.poll_completed(book, post)
             }
         }
-        before && !self.in_flight[layer]
     }
 
-    /// A link has taken the whole of a frame. True if that was what the worker waited for.
+    /// A link has taken the whole of a mailing. True if that was what the worker waited for.
     pub(crate) fn handle_sent(&mut self, frame: &Frame) -> bool {
-        let layer = frame.chunk.layer.index();
         if !frame.lent {
             return false;
         }
-        self.unsent[layer] -= 1;
-        let before = self.in_flight[layer];
-        self.finish_if_done(layer);
-        before && !self.in_flight[layer]
+        let tracked = &mut self.layers[frame.chunk.layer.index()];
+        tracked.unsent -= 1;
+        tracked.finish_if_done()
     }
 
     /// What the worker and the shards of this node wait for.
@@ -186,10 +206,10 @@ impl Node {
             Wait { node: self.id, awaits, layer, chunk, clock }
         };
         let mut waits = Vec::new();
-        for syncer in self.syncers.iter().flatten() {
+        for syncer in self.layers.iter().flat_map(|layer| &layer.syncers) {
             waits.extend(syncer.missing().map(|p| wait(p.key, p.server, syncer.clock())));
         }
-        for gather in self.gathers.iter().flatten() {
+        for gather in self.layers.iter().flat_map(|layer| &layer.gathers) {
             waits.extend(gather.missing().map(|(key, from)| wait(key, from, gather.clock())));
         }
         for store in &self.stores {
@@ -221,40 +241,66 @@ impl Node {
         self.completed.extend(store.handle_contributed(contribution, None));
     }
 
-    fn poll_completed(&mut self, book: &Book<'_>, post: &mut Post<'_>) {
+    /// Sends what is complete to everybody. True if a layer of this node's worker is back by it.
+    fn poll_completed(&mut self, book: &Book<'_>, post: &mut Post<'_>) -> bool {
+        let mut back = false;
         while let Some(Completed { key, clock, result }) = self.completed.pop() {
-            let layer = key.layer.index();
             let payload = (book.plan.len(key) * size_of::<f32>()) as u32;
             let lent = matches!(result, Outcome::Lent);
             let (kind, clock) = (Kind::Update, clock.0 as u32);
             let frame = Frame { kind, chunk: key, clock, payload, lent };
-            for worker in book.cluster.worker_ids().filter(|w| *w != self.id) {
-                self.unsent[layer] += u32::from(lent);
-                post(worker, frame);
+            let peers = book.workers_but(self.id);
+            // A dedicated server tracks no layers.
+            if let Some(tracked) = self.layers.get_mut(key.layer.index()) {
+                tracked.unsent += u32::from(lent && !peers.is_empty());
+                let mut syncers = tracked.syncers.iter_mut();
+                if syncers.any(|syncer| syncer.handle_landed(key.index)) {
+                    back |= tracked.finish_if_done();
+                }
             }
+            post(Mailing { frame, parts: None, peers });
             if let Outcome::Held(sum) = result {
                 let lane = book.plan.shard(key).map_or(0, |shard| shard.lane.index());
                 self.stores[lane].release(sum);
             }
-            // A dedicated server has no syncers.
-            if let Some(syncers) = self.syncers.get_mut(layer)
-                && syncers.iter_mut().any(|syncer| syncer.handle_landed(key.index))
-            {
-                self.finish_if_done(layer);
-            }
         }
+        back
     }
+}
 
-    fn finish_if_done(&mut self, layer: usize) {
-        let Some(syncers) = self.syncers.get(layer) else { return };
-        if self.in_flight[layer]
-            && self.unsent[layer] == 0
-            && syncers.iter().all(Syncer::is_synced)
-            && self.gathers[layer].iter().all(Gather::is_gathered)
-        {
-            self.in_flight[layer] = false;
+impl Tracked {
+    /// True if the layer has just come back.
+    fn finish_if_done(&mut self) -> bool {
+        let done = self.in_flight
+            && self.unsent == 0
+            && self.syncers.iter().all(Syncer::is_synced)
+            && self.gathers.iter().all(Gather::is_gathered);
+        if done {
+            self.in_flight = false;
         }
+        done
     }
+}
+
+/// What `syncers`, those of a layer, tell a worker to send; `payload` bytes a chunk, if it is not the
+/// gradient.
+pub(crate) fn pushes(cluster: &Cluster, syncers: &[Syncer], payload: Option<u32>) -> Vec<Push> {
+    let nodes = cluster.nodes();
+    let mut pushes: Vec<(Peers, Vec<Part>)> = Vec::new();
+    let mut chunks = vec![0; nodes];
+    for part in syncers.iter().flat_map(Syncer::parts) {
+        let server = part.server.index();
+        if chunks[server] == pushes.len() {
+            pushes.push((Peers::none(nodes), vec![Part::default(); nodes]));
+        }
+        let (servers, parts) = &mut pushes[chunks[server]];
+        chunks[server] += 1;
+        servers.insert(server);
+        let gradient = (part.range.len() * size_of::<f32>()) as u32;
+        parts[server] = Part { index: part.key.index, payload: payload.unwrap_or(gradient) };
+    }
+    let push = |(servers, parts): (_, Vec<_>)| Push { servers, parts: Rc::new(parts) };
+    pushes.into_iter().map(push).collect()
 }
 
 /// By lane: what counts off `layer` on a worker, if it does not go by factors.
