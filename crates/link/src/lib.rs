@@ -34,6 +34,11 @@ pub trait Link: Send {
     /// stream. More than 1024 buffers are not all used.
     fn read(&mut self, bufs: &mut [IoSliceMut<'_>]) -> io::Result<usize>;
 
+    /// As [`read`](Link::read), into memory that nobody looks at soon: it may be written past the cache.
+    fn land(&mut self, bufs: &mut [IoSliceMut<'_>]) -> io::Result<usize> {
+        self.read(bufs)
+    }
+
     /// What has come and lies in memory already, to be used where it is and then
     /// [consumed](Link::consume). Nothing on links that must be read, and nothing where the next
     /// [`read`](Link::read) would wait.

@@ -112,6 +112,9 @@ struct Control {
 #[repr(C, align(64))]
 struct Line<T>(T);
 
+/// Copies bytes from the first to the second, which do not overlap.
+type Copy = unsafe fn(*const u8, *mut u8, usize);
+
 impl SharedLink {
     fn new(bell: Socket, mapping: Mapping, end: End) -> Self {
         Self { bell, mapping, end, written: 0, read: 0, ended: false }
@@ -127,6 +130,44 @@ impl SharedLink {
 
     fn incoming(&self) -> Ring<'_> {
         self.mapping.ring(usize::from(self.end == End::Caller))
+    }
+
+    fn read_with(&mut self, bufs: &mut [IoSliceMut<'_>], copy: Copy) -> io::Result<usize> {
+        let room: usize = bufs.iter().map(|b| b.len()).sum();
+        let mut total = 0;
+        loop {
+            let ring = self.incoming();
+            let ready = ring.ready(self.read)?.min(room - total);
+            if ready > 0 {
+                let mut skip = total;
+                let mut position = self.read;
+                for buf in bufs.iter_mut() {
+                    let (len, start) = (buf.len(), skip.min(buf.len()));
+                    let rest = &mut buf[start..];
+                    skip = skip.saturating_sub(len);
+                    let n = rest.len().min(ready - (position - self.read) as usize);
+                    ring.copy_out(position, &mut rest[..n], copy);
+                    position += n as u64;
+                }
+                self.advance(position)?;
+                total += ready;
+            }
+            if total == room {
+                return Ok(total);
+            }
+            let ring = self.incoming();
+            ring.control.reader_waits.0.store(1, Ordering::SeqCst);
+            fence(Ordering::SeqCst);
+            if ring.ready(self.read)? > 0 {
+                ring.control.reader_waits.0.store(0, Ordering::SeqCst);
+                continue;
+            }
+            if total > 0 {
+                return Ok(total);
+            }
+            // What was written before the end is read before it.
+            return if self.ended { Ok(0) } else { Err(ErrorKind::WouldBlock.into()) };
+        }
     }
 
     /// Everything before `position` has been read.
@@ -151,41 +192,11 @@ impl SharedLink {
 
 impl Link for SharedLink {
     fn read(&mut self, bufs: &mut [IoSliceMut<'_>]) -> io::Result<usize> {
-        let room: usize = bufs.iter().map(|b| b.len()).sum();
-        let mut total = 0;
-        loop {
-            let ring = self.incoming();
-            let ready = ring.ready(self.read)?.min(room - total);
-            if ready > 0 {
-                let mut skip = total;
-                let mut position = self.read;
-                for buf in bufs.iter_mut() {
-                    let (len, start) = (buf.len(), skip.min(buf.len()));
-                    let rest = &mut buf[start..];
-                    skip = skip.saturating_sub(len);
-                    let n = rest.len().min(ready - (position - self.read) as usize);
-                    ring.copy_out(position, &mut rest[..n]);
-                    position += n as u64;
-                }
-                self.advance(position)?;
-                total += ready;
-            }
-            if total == room {
-                return Ok(total);
-            }
-            let ring = self.incoming();
-            ring.control.reader_waits.0.store(1, Ordering::SeqCst);
-            fence(Ordering::SeqCst);
-            if ring.ready(self.read)? > 0 {
-                ring.control.reader_waits.0.store(0, Ordering::SeqCst);
-                continue;
-            }
-            if total > 0 {
-                return Ok(total);
-            }
-            // What was written before the end is read before it.
-            return if self.ended { Ok(0) } else { Err(ErrorKind::WouldBlock.into()) };
-        }
+        self.read_with(bufs, std::ptr::copy_nonoverlapping)
+    }
+
+    fn land(&mut self, bufs: &mut [IoSliceMut<'_>]) -> io::Result<usize> {
+        self.read_with(bufs, past_cache::copy)
     }
 
     fn peek(&self) -> io::Result<&[u8]> {
@@ -318,14 +329,14 @@ impl<'a> Ring<'a> {
         unsafe { std::slice::from_raw_parts(self.data.add(at).as_ptr(), ready.min(RING - at)) }
     }
 
-    fn copy_out(&self, position: u64, bytes: &mut [u8]) {
+    fn copy_out(&self, position: u64, bytes: &mut [u8], copy: Copy) {
         let at = position as usize % RING;
         let split = bytes.len().min(RING - at);
         let (first, second) = bytes.split_at_mut(split);
         // SAFETY: as for `copy_in`, with the roles exchanged.
         unsafe {
-            past_cache::copy(self.data.add(at).as_ptr(), first.as_mut_ptr(), first.len());
-            past_cache::copy(self.data.as_ptr(), second.as_mut_ptr(), second.len());
+            copy(self.data.add(at).as_ptr(), first.as_mut_ptr(), first.len());
+            copy(self.data.as_ptr(), second.as_mut_ptr(), second.len());
         }
     }
 }

@@ -64,6 +64,20 @@ fn main() {
         }
         println!();
     }
+    println!(
+        "\nMilliseconds for a step of gradient descent, weights in memory: the fastest, and the one in the middle\n"
+    );
+    for &unit in Unit::available() {
+        let [whole, pieces] = steps(unit, threads).map(|mut times| {
+            times.sort();
+            let ms = |time: Duration| time.as_secs_f64() * 1e3;
+            format!("{:.1} {:.1}", ms(times[0]), ms(times[times.len() / 2]))
+        });
+        println!(
+            "{:10}  the gradient, then the step: {whole}   piece by piece: {pieces}",
+            format!("{unit:?}")
+        );
+    }
 }
 
 const ROUNDS: usize = 5;
@@ -99,4 +113,36 @@ fn measure(way: Way, shape: [usize; 3], threads: usize, times: &mut [Vec<Duratio
             times.push(begin.elapsed());
         }
     }
+}
+
+/// Steps by way of a gradient in memory, and piece by piece. Eight sets of weights have their turns, as eight workers of one
+/// machine would, so that none is in the cache when its turn comes.
+fn steps(unit: Unit, threads: usize) -> [Vec<Duration>; 2] {
+    const SHAPE: [usize; 3] = [1448, 256, 8870];
+    let [rows, inner, columns] = SHAPE;
+    let factors: Vec<f32> =
+        (0..inner * (rows + columns)).map(|i| ((i * 7919) % 10007) as f32 / 5e3 - 1.0).collect();
+    let factors = Matrix::row_major(&factors, inner, rows + columns);
+    let (u, v) = (factors.columns(0..rows).transposed(), factors.columns(rows..rows + columns));
+    let product = Product::new(u, v).threads(threads).on(unit);
+    let descend = |gradient: &[f32], weights: &mut [f32]| {
+        weights.iter_mut().zip(gradient).for_each(|(weight, x)| *weight -= 1e-6 * x);
+    };
+    let mut all = vec![vec![0.0; rows * columns]; 8];
+    let mut gradient = vec![0.0; rows * columns];
+    let mut times = [Vec::new(), Vec::new()];
+    for _ in 0..ROUNDS {
+        for weights in &mut all {
+            let begin = Instant::now();
+            product.write_to(&mut gradient);
+            descend(&gradient, weights);
+            times[0].push(begin.elapsed());
+        }
+        for weights in &mut all {
+            let begin = Instant::now();
+            product.update([weights], |gradient, [weights]| descend(gradient, weights));
+            times[1].push(begin.elapsed());
+        }
+    }
+    times
 }

@@ -13,7 +13,7 @@
 //! There are two ways to compute, [`Unit`]s. *Vectors* are the `gemm` crate, and work everywhere. *Tiles*
 //! are the matrix unit of newer x86 servers (AMX, under Linux), which multiplies `bf16` only: each number is cut
 //! into three of these, without a rest, and the six products that matter are added in `f32`. That is
-//! up to 1.7 times as fast as vectors and its errors are smaller (`docs/adr/0012-products-on-tiles.md`).
+//! up to 1.6 times as fast as vectors and its errors are smaller (`docs/adr/0012-products-on-tiles.md`).
 //!
 //! Tiles differ from vectors where numbers end:
 //!

@@ -5,7 +5,7 @@ use crate::{tiles, vectors};
 
 /// The product of two matrices, yet to be computed.
 #[derive(Clone, Copy, Debug)]
-#[must_use = "a product is computed by `write_to` or `add_to`"]
+#[must_use = "a product is computed by `write_to`, `add_to` or `update`"]
 pub struct Product<'a> {
     a: Matrix<'a>,
     b: Matrix<'a>,
@@ -87,8 +87,8 @@ impl<'a> Product<'a> {
         }
     }
 
-    /// Changes `targets` by the product, which as a whole is never in memory: `change` gets pieces of its rows while
-    /// they are in the cache, each with the same piece of every target.
+    /// Changes `targets` by the product: `change` gets pieces of it as they are computed, each with the same piece of every
+    /// target. On tiles, and with up to 256 terms in a sum, they are parts of rows that are still in the cache, and the product is never in memory.
     ///
     /// A target that is empty stays so, in every piece. Pieces come in any order, and from several threads if the
     /// product is computed on several.
@@ -110,7 +110,7 @@ impl<'a> Product<'a> {
     /// ```
     ///
     /// # Panics
-    /// If a target has other than as many values as the product, or none; or if `change` multiplies matrices itself.
+    /// If a target has other than as many values as the product, or none.
     pub fn update<const N: usize>(
         self,
         targets: [&mut [f32]; N],
@@ -154,6 +154,5 @@ impl<'a> Product<'a> {
 /// Tiles are filled up with zeros to twice 16, in all three directions.
 const SMALLEST_SIDE: usize = 32;
 
-/// Below 2^20 multiplications, packing costs more than tiles gain: 64 x 64 x 64 is slower by a fifth, 128 x 64 x 128 faster
-/// by a tenth.
-const SMALLEST_VOLUME: usize = 1 << 20;
+/// Below 2^21 multiplications, packing costs more than tiles gain: 128 x 64 x 128 is slower by a tenth.
+const SMALLEST_VOLUME: usize = 1 << 21;

@@ -3,7 +3,7 @@
 //!
 //! Both factors are packed first (`pack.rs`). Then the product is computed in blocks of 32 x 32, four tiles that stay in
 //! registers for 256 steps of the inner dimension. An element's terms are added in the same order in every block of
-//! every thread. Blocks go to a band of 32 rows in the cache, and from there, in pieces of rows, to whoever wants the product.
+//! every thread. Blocks go to a band of 32 rows, and from there, in pieces of rows, to whoever wants the product.
 
 mod pack;
 mod unit;
@@ -150,22 +150,24 @@ unsafe fn compute<const N: usize>(
     let panels = |memory: usize, steps: usize| (memory / (steps * size_of::<Step>())).max(1) * SIDE;
     let some_rows = panels(ROWS_MEMORY, steps);
     let some_columns = panels(COLUMNS_MEMORY, steps.min(DEPTH / Step::DEPTH)).min(MOST_COLUMNS);
-    WORKBENCH.with_borrow_mut(|Workbench { rows: packed, stripe }| {
-        for row in (0..rows).step_by(some_rows) {
-            let a = a.rows(row..(row + some_rows).min(rows));
-            let rows = (a.shape().0, pack::pack(permit, a, Form::Left, packed));
-            for column in (0..columns).step_by(some_columns) {
-                let b = b.columns(column..(column + some_columns).min(columns));
-                let targets = targets.map(|target| target.at(row, column));
-                // SAFETY: from here on, the targets are as large as the product of these rows and columns, and
-                // the caller has them for itself.
-                unsafe { compute_stripe(permit, rows, b, stripe, targets, change) };
-            }
+    // Taken, not borrowed: `change` may multiply, or wait on a thread of rayon's that then begins another part.
+    let Workbench { rows: mut packed, mut stripe } = WORKBENCH.take();
+    for row in (0..rows).step_by(some_rows) {
+        let a = a.rows(row..(row + some_rows).min(rows));
+        let rows = (a.shape().0, pack::pack(permit, a, Form::Left, &mut packed));
+        for column in (0..columns).step_by(some_columns) {
+            let b = b.columns(column..(column + some_columns).min(columns));
+            let targets = targets.map(|target| target.at(row, column));
+            // SAFETY: from here on, the targets are as large as the product of these rows and columns, and
+            // the caller has them for itself.
+            unsafe { compute_stripe(permit, rows, b, &mut stripe, targets, change) };
         }
-    });
+    }
+    WORKBENCH.set(Workbench { rows: packed, stripe });
 }
 
-/// The product of some rows, their number and what they are packed, and the columns of `b`, whose sums fit the cache.
+/// The product of some rows, their number and what they are packed, and the columns of `b`. Of up to 256 terms one band of sums is in
+/// the cache at a time; with more, the whole stripe's sums wait in memory for the last of them.
 ///
 /// # Safety
 /// As for [`compute`].
@@ -195,13 +197,19 @@ unsafe fn compute_stripe<const N: usize>(
         for (band, a) in packed.chunks_exact(panel_len).enumerate() {
             let a = &a[depth / Step::DEPTH..][..steps];
             let targets = targets.map(|target| target.at(band * SIDE, 0));
-            let sums = &mut stripe.sums[band % bands * SIDE * stride..][..SIDE * stride];
+            let sums = &mut stripe.sums[band % bands * SIDE * stride..];
+            // What is needed next: the targets, or the sums of the next band.
+            let (next, next_stride) = match targets.iter().find(|target| !target.is_empty) {
+                Some(target) if is_last => (target.first.cast_const(), target.stride),
+                _ => (sums[SIDE * stride..].as_ptr().cast(), stride * LANES),
+            };
+            let sums = &mut sums[..SIDE * stride];
             // Not for longer than this: `change` may use tiles in its own way.
             let tiles = Tiles::configure(permit);
             for (panel, b) in panels.chunks_exact(steps).enumerate() {
-                let next = targets[0].at(0, panel * SIDE);
+                let next = next.wrapping_add(panel * SIDE);
                 let sums = &mut sums[panel * (SIDE / LANES)..];
-                tiles.multiply(a, b, depth > 0, sums, stride, next.first, next.stride);
+                tiles.multiply(a, b, depth > 0, sums, stride, next, next_stride);
             }
             drop(tiles);
             let height = if is_last { SIDE.min(rows - band * SIDE) } else { 0 };

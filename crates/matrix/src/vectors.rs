@@ -22,20 +22,21 @@ pub(crate) fn update<const N: usize>(
     change: &impl Fn(&[f32], [&mut [f32]; N]),
 ) {
     let (rows, columns) = (a.shape().0, b.shape().1);
-    PRODUCT.with_borrow_mut(|product| {
-        for start in (0..rows).step_by(BLOCK) {
-            let a = a.rows(start..(start + BLOCK).min(rows));
-            product.resize(a.shape().0 * columns, 0.0);
-            multiply(a, b, false, threads, product);
-            let pieces = targets.each_mut().map(|target| {
-                let rest = std::mem::take(target);
-                let (piece, rest) = rest.split_at_mut(product.len().min(rest.len()));
-                *target = rest;
-                piece
-            });
-            change(product, pieces);
-        }
-    });
+    // Taken, not borrowed: a thread of rayon's that waits for others may begin another product meanwhile.
+    let mut product = PRODUCT.take();
+    for start in (0..rows).step_by(BLOCK) {
+        let a = a.rows(start..(start + BLOCK).min(rows));
+        product.resize(a.shape().0 * columns, 0.0);
+        multiply(a, b, false, threads, &mut product);
+        let pieces = targets.each_mut().map(|target| {
+            let rest = std::mem::take(target);
+            let (piece, rest) = rest.split_at_mut(product.len().min(rest.len()));
+            *target = rest;
+            piece
+        });
+        change(&product, pieces);
+    }
+    PRODUCT.set(product);
 }
 
 /// `into` = `a` `b`, or that added to it. `Product` has checked that the shapes fit.

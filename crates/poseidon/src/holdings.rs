@@ -36,7 +36,13 @@ pub(crate) struct Holdings {
     own: VecDeque<ChunkKey>,
     completed: Vec<Completed>,
     board: Arc<Board>,
+    /// Results are too many to be in a cache when the program gets to them.
+    pub(crate) results_are_large: bool,
 }
+
+/// Bytes of all results from which on they are. Below it two workers of a host are a tenth slower if results
+/// go past the cache; beyond it they are faster (ADR 0008).
+const LARGE: usize = 32 << 20;
 
 /// One lane's part in gathering the factors of one layer.
 struct Gathering {
@@ -72,12 +78,17 @@ impl Holdings {
             let gather = Gather::new(layer, &meeting.layout, me.node, me.lane);
             Some(Gathering { gather, meeting, in_flight: false })
         };
+        let syncers: Vec<_> =
+            layers.clone().map(|layer| Syncer::new(plan, layer, me.lane)).collect();
+        let values: usize =
+            syncers.iter().flat_map(Syncer::parts).map(|part| part.range.len()).sum();
         Self {
-            gathers: layers.clone().zip(meetings).map(gathering).collect(),
+            results_are_large: values * size_of::<f32>() * usize::from(cluster.lanes()) >= LARGE,
+            gathers: layers.zip(meetings).map(gathering).collect(),
             me: me.node,
             workers: cluster.worker_ids().collect(),
             store,
-            syncers: layers.map(|layer| Syncer::new(plan, layer, me.lane)).collect(),
+            syncers,
             exchanges: vec![None; plan.layers()],
             unsent: vec![0; plan.layers()],
             own: VecDeque::new(),

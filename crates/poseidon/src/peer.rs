@@ -252,10 +252,13 @@ impl Peer {
         }
         let head = &mut self.head;
         let have = self.have;
+        // A result is looked at when the program gets there; all else at once, or soon.
+        let lands = holdings.results_are_large && matches!(self.state, State::Result { .. });
         let mut read = |link: &mut dyn Link, payload: &mut [u8], last: bool| {
             let head = if last { &mut head[have..] } else { &mut [] };
             let room = payload.len() + head.len();
-            let n = link.read(&mut [IoSliceMut::new(payload), IoSliceMut::new(head)])?;
+            let bufs = &mut [IoSliceMut::new(payload), IoSliceMut::new(head)];
+            let n = if lands { link.land(bufs)? } else { link.read(bufs)? };
             Ok::<_, io::Error>((n.min(payload.len()), n - n.min(payload.len()), n < room))
         };
         let (payload, header, drained) = match &mut self.state {

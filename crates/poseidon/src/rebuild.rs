@@ -1,8 +1,9 @@
 //! From factors to a gradient, and from there to what the training program gets back.
 //!
 //! One matrix product over all workers' rows (8 products of 32 rows take nearly twice as long as one
-//! of 256); with an optimizer, pieces of it change the parameters while they are in the cache. It runs on the thread that receives the layer, never on a lane. Every worker does the
-//! same on the same numbers in the same order, so replicas stay equal bit by bit on equal machines.
+//! of 256); an optimizer takes pieces of it as they are computed. It runs on a thread of the session's
+//! or on the one that receives the layer, never on a lane. Every worker does the same on the same numbers
+//! in the same order, so replicas stay equal bit by bit on equal machines.
 
 use poseidon_core::factors::Layout;
 use poseidon_core::optim::{Step, add, scale};
@@ -28,7 +29,7 @@ pub(crate) struct Rule<'a> {
 
 impl Rebuilder {
     /// Replaces `values` by the reduced gradient or, if the optimizer has parameters, takes them one
-    /// step on; then the gradient is never in memory as a whole. `matrix` is everybody's rows; `values` is M x N weights
+    /// step on, piece by piece of the gradient. `matrix` is everybody's rows; `values` is M x N weights
     /// and perhaps M biases.
     ///
     /// For a mean, the left columns of `matrix` are scaled if that is exact: there are far fewer of them

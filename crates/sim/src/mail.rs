@@ -42,7 +42,8 @@ pub(crate) struct Part {
 ///
 /// A thousand nodes have a million pairs, and a queue for each of them would be somewhere else in
 /// memory each time it is needed. So what is the same for all peers is kept once, with a bit for
-/// each peer that has not had it, and a frame under way is the number of its mailing.
+/// each peer that has not had it, and a frame under way is the number of its mailing. (The other side of it: a
+/// mailing to one peer costs as much as one to all, some 240 bytes among a thousand nodes.)
 #[derive(Debug, Default)]
 pub(crate) struct Mail {
     mailed: Slab<Mailed>,
@@ -80,6 +81,8 @@ pub(crate) struct Left(u32);
 
 /// What a link takes of a frame before another peer has its turn.
 const SEGMENT: u32 = 512 << 10;
+
+const _: () = assert!(size_of::<Mailed>() == 64, "one cache line");
 
 impl Mail {
     pub(crate) fn insert(&mut self, from: NodeId, mailing: Mailing) -> MailingId {

@@ -137,6 +137,7 @@ impl Outbox {
         first.waiting -= 1;
         let (order, done) = (first.order, first.waiting == 0);
         let late = !self.late.is_empty() && self.late.remove(&(peer, order)).is_some();
+        // A mailing's `next` holds only while it is in `waiting`; a late one is found again by its order.
         let mut next = match late {
             true => self.waiting.range(order..).next().map(|(_, next)| *next),
             false => first.next,

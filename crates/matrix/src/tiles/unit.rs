@@ -113,6 +113,8 @@ impl Tiles {
     ) {
         assert!(a.len() == b.len() && !a.is_empty(), "panels of the same depth");
         assert!(sums.len() >= (SIDE - 1) * stride + SIDE / LANES, "32 rows of two lines");
+        let top = sums.as_mut_ptr();
+        let bottom = top.wrapping_add(SIDE / 2 * stride);
         // SAFETY: `self` says that all tiles are configured as 16 rows of 64 bytes. A Step is 6144 bytes, of which every
         // load takes 16 rows at a stride of 64 from offsets up to 5120; there are `steps` of them in each panel, and
         // at least one. The sums are four quarters of 16 rows of 64 bytes, at `stride` lines, which the assertion has seen. Prefetching
@@ -179,8 +181,8 @@ impl Tiles {
                 steps = inout(reg) a.len() => _,
                 next = inout(reg) next => _,
                 next_stride = in(reg) next_stride * size_of::<f32>(),
-                top = in(reg) sums.as_mut_ptr(),
-                bottom = in(reg) sums[SIDE / 2 * stride..].as_mut_ptr(),
+                top = in(reg) top,
+                bottom = in(reg) bottom,
                 stride = in(reg) stride * size_of::<Line>(),
                 row = in(reg) 64_usize,
                 count = inout(reg) usize::from(add) => _,
