@@ -112,7 +112,8 @@ struct Control {
 #[repr(C, align(64))]
 struct Line<T>(T);
 
-/// Copies bytes from the first to the second, which do not overlap.
+/// Copies bytes from the first to the second.
+// SAFETY: for whoever calls it: both are valid for so many bytes, and they do not overlap.
 type Copy = unsafe fn(*const u8, *mut u8, usize);
 
 impl SharedLink {
