@@ -114,7 +114,7 @@ struct Line<T>(T);
 
 /// Copies bytes from the first to the second.
 // SAFETY: for whoever calls it: both are valid for so many bytes, and they do not overlap.
-type Copy = unsafe fn(*const u8, *mut u8, usize);
+type CopyBytes = unsafe fn(*const u8, *mut u8, usize);
 
 impl SharedLink {
     fn new(bell: Socket, mapping: Mapping, end: End) -> Self {
@@ -133,7 +133,7 @@ impl SharedLink {
         self.mapping.ring(usize::from(self.end == End::Caller))
     }
 
-    fn read_with(&mut self, bufs: &mut [IoSliceMut<'_>], copy: Copy) -> io::Result<usize> {
+    fn read_with(&mut self, bufs: &mut [IoSliceMut<'_>], copy: CopyBytes) -> io::Result<usize> {
         let room: usize = bufs.iter().map(|b| b.len()).sum();
         let mut total = 0;
         loop {
@@ -330,7 +330,7 @@ impl<'a> Ring<'a> {
         unsafe { std::slice::from_raw_parts(self.data.add(at).as_ptr(), ready.min(RING - at)) }
     }
 
-    fn copy_out(&self, position: u64, bytes: &mut [u8], copy: Copy) {
+    fn copy_out(&self, position: u64, bytes: &mut [u8], copy: CopyBytes) {
         let at = position as usize % RING;
         let split = bytes.len().min(RING - at);
         let (first, second) = bytes.split_at_mut(split);
@@ -443,7 +443,8 @@ mod tests {
                 got.extend_from_slice(&shown[..used]);
                 b.consume(used).unwrap();
                 let (mut x, mut y) = (vec![0; first], vec![0; second]);
-                match b.read(&mut [IoSliceMut::new(&mut x), IoSliceMut::new(&mut y)]) {
+                let bufs = &mut [IoSliceMut::new(&mut x), IoSliceMut::new(&mut y)];
+                match if first % 2 == 0 { b.read(bufs) } else { b.land(bufs) } {
                     Ok(n) => {
                         got.extend_from_slice(&x[..n.min(first)]);
                         got.extend_from_slice(&y[..n - n.min(first)]);

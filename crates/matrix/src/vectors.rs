@@ -26,15 +26,20 @@ pub(crate) fn update<const N: usize>(
     let mut product = PRODUCT.take();
     for start in (0..rows).step_by(BLOCK) {
         let a = a.rows(start..(start + BLOCK).min(rows));
-        product.resize(a.shape().0 * columns, 0.0);
-        multiply(a, b, false, threads, &mut product);
+        let len = a.shape().0 * columns;
+        // It never shrinks: it would have to be cleared when it grows again.
+        if product.len() < len {
+            product.resize(len, 0.0);
+        }
+        let product = &mut product[..len];
+        multiply(a, b, false, threads, product);
         let pieces = targets.each_mut().map(|target| {
             let rest = std::mem::take(target);
             let (piece, rest) = rest.split_at_mut(product.len().min(rest.len()));
             *target = rest;
             piece
         });
-        change(&product, pieces);
+        change(product, pieces);
     }
     PRODUCT.set(product);
 }

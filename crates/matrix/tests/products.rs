@@ -197,6 +197,24 @@ fn targets_are_changed_piece_by_piece() {
     }
 }
 
+/// A thread's memory is not in use while `change` runs: it may compute products of its own.
+#[test]
+fn products_within_products() {
+    let ones = vec![1.0; 70 * 70];
+    let ones = Matrix::row_major(&ones, 70, 70);
+    for unit in units() {
+        let mut sums = vec![0.0; 70 * 70];
+        Product::new(ones, ones).on(unit).update([&mut sums], |outer, [sums]| {
+            let mut inner = vec![0.0; 70 * 70];
+            Product::new(ones, ones).on(unit).update([&mut inner], |x, [into]| {
+                into.copy_from_slice(x);
+            });
+            sums.iter_mut().zip(outer).zip(inner).for_each(|((sum, x), y)| *sum = x + y);
+        });
+        assert!(sums.iter().all(|sum| *sum == 140.0), "{unit:?}");
+    }
+}
+
 #[test]
 #[should_panic(expected = "5 values for a matrix of 2 x 2")]
 fn a_target_of_another_size_is_refused() {
