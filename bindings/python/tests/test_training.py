@@ -1,6 +1,7 @@
 """Uneven inputs, checkpoints, clipping, compiled blocks, models that use their parameters in odd ways."""
 
 import copy
+import os
 
 import torch
 from cluster import run
@@ -241,6 +242,31 @@ def many_steps_without_waiting():
 def test_schedules_and_forwards_that_overtake():
     ranks = run(many_steps_without_waiting, 3)
     assert all(torch.equal(a, b) for other in ranks[1:] for a, b in zip(other[:2], ranks[0][:2]))
+
+
+def trained_by_factors(without_tiles, steps=3):
+    """The parameters that a few steps give; one of the workers may not multiply on AMX."""
+    if os.environ["RANK"] == without_tiles:
+        os.environ["POSEIDON_AMX"] = "0"
+    import poseidon.torch as psd
+
+    psd.init()
+    torch.manual_seed(0)
+    model = psd.DistributedDataParallel(nn.Linear(300, 200), scheme="sfb")
+    stepper = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(steps):
+        stepper.zero_grad()
+        x = torch.randn(64, 300, generator=torch.Generator().manual_seed(10 * step + psd.rank()))
+        model(x).square().mean().backward()
+        stepper.step()
+    psd.shutdown()
+    return [p.detach() for p in model.parameters()]
+
+
+def test_workers_with_and_without_a_matrix_unit_stay_equal():
+    for without_tiles in (None, "0", "1"):
+        first, second = run(trained_by_factors, 2, without_tiles=without_tiles)
+        assert all(torch.equal(a, b) for a, b in zip(first, second)), without_tiles
 
 
 class Positioned(nn.Module):

@@ -11,6 +11,7 @@ pub struct Product<'a> {
     b: Matrix<'a>,
     threads: usize,
     unit: Option<Unit>,
+    may_use_tiles: bool,
 }
 
 /// What computes a product.
@@ -38,7 +39,7 @@ impl<'a> Product<'a> {
     pub fn new(a: Matrix<'a>, b: Matrix<'a>) -> Self {
         let ((_, inner), (rows, _)) = (a.shape(), b.shape());
         assert!(inner == rows, "{inner} columns times {rows} rows");
-        Self { a, b, threads: 1, unit: None }
+        Self { a, b, threads: 1, unit: None, may_use_tiles: true }
     }
 
     /// Computes on so many threads of rayon's pool. The result is the same for any number of them.
@@ -53,6 +54,12 @@ impl<'a> Product<'a> {
     pub fn on(self, unit: Unit) -> Self {
         assert!(Unit::available().contains(&unit), "{unit:?} are not available");
         Self { unit: Some(unit), ..self }
+    }
+
+    /// Whether tiles may be used where they are faster and [available](Unit::available); they may, unless this says no.
+    /// For instance because another machine, which has none, has to come to the same bits.
+    pub fn allow_tiles(self, allowed: bool) -> Self {
+        Self { may_use_tiles: allowed, ..self }
     }
 
     /// Overwrites `into`, row after row, with the product.
@@ -147,7 +154,7 @@ impl<'a> Product<'a> {
         let ((rows, inner), columns) = (self.a.shape(), self.b.shape().1);
         let sides_fit = [rows, inner, columns].iter().all(|side| *side >= SMALLEST_SIDE);
         let worth_it = sides_fit && rows * inner * columns >= SMALLEST_VOLUME;
-        if worth_it && tiles::available() { Unit::Tiles } else { Unit::Vectors }
+        if worth_it && self.may_use_tiles && tiles::available() { Unit::Tiles } else { Unit::Vectors }
     }
 }
 

@@ -30,6 +30,9 @@ pub struct NodeFacts {
     pub unix: Option<String>,
     /// The Poseidon it runs.
     pub version: String,
+    /// Whether it can multiply on tiles, whose sums differ in their last bits from those of vectors.
+    #[serde(default)]
+    pub tiles: bool,
 }
 
 /// What is trained and how. The same on every worker, or the job does not start.
@@ -60,6 +63,12 @@ impl Book {
     pub fn plan(&self) -> Plan {
         let Job { chunk, placement, scheme: policy, batch, .. } = self.job;
         Plan::new(&self.cluster, &self.job.layers, Rules { chunk, placement, policy, batch })
+    }
+
+    /// Whether gradients may be rebuilt on tiles: if one worker cannot, none does, so that all replicas stay equal.
+    pub fn tiles(&self) -> bool {
+        let is_worker = |node: &&NodeFacts| self.cluster.role(node.node).is_some_and(|r| r.worker);
+        self.nodes.iter().filter(is_worker).all(|node| node.tiles)
     }
 
     /// Looks up a dotted path such as `job.layers.0.name` or `cluster.workers`. The empty path is
@@ -157,6 +166,25 @@ mod tests {
         other.layers.pop();
         let words = job().difference("worker 0", &other, "worker 1").unwrap();
         assert!(words.contains("number of layers is 2 on worker 0 but 1"), "{words}");
+    }
+
+    #[test]
+    fn one_worker_without_tiles_is_enough_and_servers_do_not_count() {
+        let cluster = Cluster::new(2, Servers::Dedicated(1), 1).unwrap();
+        let node = |index, tiles| NodeFacts {
+            node: NodeId(index),
+            host: String::new(),
+            tcp: String::new(),
+            unix: None,
+            version: String::new(),
+            tiles,
+        };
+        let tiles = |[a, b, server]: [bool; 3]| {
+            let nodes = vec![node(0, a), node(1, b), node(2, server)];
+            Book { cluster: cluster.clone(), nodes, job: job() }.tiles()
+        };
+        assert!(tiles([true, true, false]));
+        assert!(!tiles([true, false, true]));
     }
 
     #[test]

@@ -11,6 +11,7 @@ use poseidon_core::{Cluster, LaneId, NodeId, Plan};
 use poseidon_link::{
     Address, Caller, Credentials, Link, Listener, Serving, Stream, address, connect,
 };
+use poseidon_matrix::Unit;
 use std::collections::BTreeSet;
 use std::net::{IpAddr, Ipv4Addr, ToSocketAddrs};
 use std::sync::Arc;
@@ -61,6 +62,7 @@ pub(crate) fn join(config: &Config, job: Option<Job>) -> Result<Joined, Error> {
         tcp: listener.tcp().to_string(),
         unix: listener.unix().map(String::from),
         version: env!("CARGO_PKG_VERSION").into(),
+        tiles: Unit::available().contains(&Unit::Tiles),
     };
     let connected = Arc::new(AtomicU16::new(0));
     let (serving, arrivals) = receive_callers(listener, config, &credentials, connected.clone())?;

@@ -23,6 +23,8 @@ pub(crate) struct Layers {
     optimizer: Optimizer,
     /// How many threads a product may use.
     threads: usize,
+    /// Whether it may use tiles.
+    tiles: bool,
 }
 
 #[derive(Debug, Default)]
@@ -58,9 +60,10 @@ impl Layers {
         meetings: Vec<Option<Arc<Meeting>>>,
         optimizer: Optimizer,
         threads: usize,
+        tiles: bool,
     ) -> Self {
         let states = meetings.iter().map(|_| Mutex::default()).collect();
-        Self { states, meetings, optimizer, threads }
+        Self { states, meetings, optimizer, threads, tiles }
     }
 
     /// One layer's state, or nothing if there is no such layer. Waits while it is being rebuilt.
@@ -100,6 +103,7 @@ impl Layers {
             rate: *rate,
             clock: Clock(clock.0 + state.steps_before),
             threads: self.threads,
+            tiles: self.tiles,
         };
         let begun = Instant::now();
         // SAFETY: the lanes have reported everybody's rows of this clock, and touch them again only

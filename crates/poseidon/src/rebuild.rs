@@ -3,7 +3,7 @@
 //! One matrix product over all workers' rows (8 products of 32 rows take nearly twice as long as one
 //! of 256); an optimizer takes pieces of it as they are computed. It runs on a thread of the session's
 //! or on the one that receives the layer, never on a lane. Every worker does the same on the same numbers
-//! in the same order, so replicas stay equal bit by bit on equal machines.
+//! in the same order, and on tiles only if all can, so replicas stay equal bit by bit.
 
 use poseidon_core::factors::Layout;
 use poseidon_core::optim::{Step, add, scale};
@@ -25,6 +25,8 @@ pub(crate) struct Rule<'a> {
     /// Steps taken with this one, those before this session included.
     pub(crate) clock: Clock,
     pub(crate) threads: usize,
+    /// Whether the product may be computed on tiles.
+    pub(crate) tiles: bool,
 }
 
 impl Rebuilder {
@@ -42,7 +44,7 @@ impl Rebuilder {
         values: &mut [f32],
     ) {
         let Layout { m, n, workers, .. } = *layout;
-        let Rule { optimizer, rate, clock, threads } = *rule;
+        let Rule { optimizer, rate, clock, threads, tiles } = *rule;
         let width = layout.width();
         let factor = optimizer.reduction().scale(workers);
         let (before, after) = if workers.is_power_of_two() { (factor, 1.0) } else { (1.0, factor) };
@@ -51,7 +53,7 @@ impl Rebuilder {
         }
         let rows = Matrix::row_major(matrix, matrix.len() / width, width);
         let (u, v) = (rows.columns(0..m), rows.columns(m..m + n));
-        let product = Product::new(u.transposed(), v).threads(threads);
+        let product = Product::new(u.transposed(), v).threads(threads).allow_tiles(tiles);
         let sum_of_biases = |sum: &mut [f32]| {
             sum.fill(0.0);
             matrix.chunks_exact(width).for_each(|row| add(sum, &row[..m]));
@@ -128,7 +130,8 @@ mod tests {
             let layout = layout(m, n, batch, workers);
             let mut matrix = numbers(layout.len());
             let sum = Optimizer::Reduce(Reduction::Sum);
-            let rule = Rule { optimizer: &sum, rate: 0.0, clock: Clock(1), threads: 1 };
+            let rule =
+                Rule { optimizer: &sum, rate: 0.0, clock: Clock(1), threads: 1, tiles: true };
             let expected = expected(&matrix, &layout);
             for len in [m * n, m * n + m] {
                 let mut values = vec![f32::NAN; len];
@@ -149,7 +152,7 @@ mod tests {
         for clock in 1..4 {
             let mut matrix: Vec<f32> = numbers(layout.len() + clock).split_off(clock);
             let clock = Clock(clock as u64);
-            let rule = Rule { optimizer: &optimizer, rate: 0.125, clock, threads: 2 };
+            let rule = Rule { optimizer: &optimizer, rate: 0.125, clock, threads: 2, tiles: true };
             let sum = expected(&matrix, &layout);
             rebuilder.apply(&mut matrix, &layout, &rule, &mut values);
             optimizer.step(Step {

@@ -545,7 +545,9 @@ impl Builder {
         let optimizer = job.optimizer.clone();
         let node = Node::start(&config, Some(job))?;
         let by_factors = node.meetings.iter().any(Option::is_some);
-        let layers = Arc::new(Layers::new(node.meetings.clone(), optimizer, rebuild_threads));
+        let tiles = node.book.tiles();
+        let layers = Layers::new(node.meetings.clone(), optimizer, rebuild_threads, tiles);
+        let layers = Arc::new(layers);
         let rate = AtomicU32::new(rate.to_bits());
         let config = Config { coordinator: node.coordinator_address(), ..config };
         let (workshop, finished, beside) = (None, false, None);
