@@ -53,14 +53,17 @@ impl Memory {
     }
 }
 
-/// A layer: its name, its number of parameters and, if it is fully connected, outputs and inputs.
+/// A layer: its name, its number of parameters and, if it goes by factors, outputs, inputs and rows.
 #[derive(FromPyObject)]
-struct LayerSpec(String, usize, Option<(usize, usize)>);
+struct LayerSpec(String, usize, Option<(usize, usize, usize)>);
 
 impl From<LayerSpec> for Layer {
     fn from(LayerSpec(name, len, fc): LayerSpec) -> Self {
-        let kind = fc.map_or(LayerKind::Other, |(m, n)| LayerKind::Fc { m, n });
-        Self { kind, ..Self::new(name, len) }
+        let layer = Self::new(name, len);
+        match fc {
+            Some((m, n, rows)) => Self { kind: LayerKind::Fc { m, n }, rows: Some(rows), ..layer },
+            None => layer,
+        }
     }
 }
 
@@ -78,8 +81,6 @@ type PlanRow = (String, usize, String, String, usize);
 struct Setup {
     optimizer: Optimizer,
     learning_rate: Option<f32>,
-    batch: Option<usize>,
-    scheme: Policy,
     deterministic: bool,
     threads: usize,
 }
@@ -93,16 +94,14 @@ impl Setup {
         let mut builder = builder
             .layers(layers.into_iter().map(Layer::from))
             .optimizer(self.optimizer)
-            .scheme(self.scheme)
+            // Layers have rows only if they are to go by factors.
+            .scheme(Policy::Sfb)
             .deterministic(self.deterministic)
             .rebuild_threads(self.threads);
         if let Some(rate) = self.learning_rate {
             builder = builder.learning_rate(rate);
         }
-        match self.batch {
-            Some(batch) => builder.batch(batch),
-            None => builder,
-        }
+        builder
     }
 }
 
@@ -119,7 +118,7 @@ impl Session {
     }
 
     /// Another session among the same workers.
-    #[pyo3(signature = (name, layers, *, optimizer="mean", learning_rate=None, batch=None, scheme="auto", deterministic=false, threads=1))]
+    #[pyo3(signature = (name, layers, *, optimizer="mean", learning_rate=None, deterministic=false, threads=1))]
     #[expect(clippy::too_many_arguments, reason = "keyword arguments of a Python function")]
     fn sibling(
         &self,
@@ -128,16 +127,12 @@ impl Session {
         layers: Vec<LayerSpec>,
         optimizer: &str,
         learning_rate: Option<f32>,
-        batch: Option<usize>,
-        scheme: &str,
         deterministic: bool,
         threads: usize,
     ) -> PyResult<Self> {
         let setup = Setup {
             optimizer: optimizer.parse().map_err(value_error)?,
             learning_rate,
-            batch,
-            scheme: scheme.parse().map_err(value_error)?,
             deterministic,
             threads,
         };

@@ -11,12 +11,16 @@ pub struct Layer {
     pub kind: LayerKind,
     /// Number of `f32` parameters.
     pub len: usize,
+    /// Most rows of factors a worker has of it in one step, if that is not the job's batch: a layer may
+    /// see several rows a sample, or one in all.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub rows: Option<usize>,
 }
 
 impl Layer {
     /// A layer of `len` parameters about whose structure nothing is known.
     pub fn new(name: impl Into<String>, len: usize) -> Self {
-        Self { name: name.into(), kind: LayerKind::Other, len }
+        Self { name: name.into(), kind: LayerKind::Other, len, rows: None }
     }
 
     /// Size of the layer's parameters in bytes.

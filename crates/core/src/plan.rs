@@ -36,7 +36,8 @@ pub struct Rules {
     pub placement: Placement,
     /// Which schemes may be chosen.
     pub policy: Policy,
-    /// Most samples a worker has in one step; `None` if no factors will be sent.
+    /// Most samples a worker has in one step; `None` if no factors will be sent, but of layers that say
+    /// their [`rows`](Layer::rows).
     pub batch: Option<usize>,
 }
 
@@ -71,7 +72,10 @@ impl Plan {
     /// Chooses a scheme for each of `layers` and places their chunks on the servers of `cluster`.
     pub fn new(cluster: &Cluster, layers: &[Layer], rules: Rules) -> Self {
         let Rules { chunk, placement, policy, batch } = rules;
-        let way = |layer| Way { choice: choose(layer, cluster, batch, policy), placement, batch };
+        let way = |layer: &Layer| {
+            let batch = layer.rows.or(batch);
+            Way { choice: choose(layer, cluster, batch, policy), placement, batch }
+        };
         Self::along(cluster, layers, chunk, layers.iter().map(way))
     }
 
@@ -337,6 +341,19 @@ mod tests {
                 _ => (setting.ps_both(), 0),
             };
             assert_eq!(sent(at), expected / 2.0 * 4.0, "{servers} {policy}");
+        }
+    }
+
+    #[test]
+    fn a_layer_has_room_for_its_own_rows() {
+        let kind = LayerKind::Fc { m: 1024, n: 2048 };
+        let fc = |rows| Layer { kind, rows, ..Layer::new("fc", 1024 * 2048) };
+        let layers = [fc(None), fc(Some(8)), fc(Some(100_000))];
+        let cluster = Cluster::new(4, Servers::Colocated, 1).unwrap();
+        for batch in [None, Some(32)] {
+            let plan = Plan::new(&cluster, &layers, Rules { batch, ..Rules::default() });
+            let rooms = (0..3).map(|layer| plan.factors(LayerId(layer)).map(|l| l.batch));
+            assert_eq!(rooms.collect::<Vec<_>>(), [batch, Some(8), None]);
         }
     }
 

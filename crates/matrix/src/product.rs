@@ -154,7 +154,11 @@ impl<'a> Product<'a> {
         let ((rows, inner), columns) = (self.a.shape(), self.b.shape().1);
         let sides_fit = [rows, inner, columns].iter().all(|side| *side >= SMALLEST_SIDE);
         let worth_it = sides_fit && rows * inner * columns >= SMALLEST_VOLUME;
-        if worth_it && self.may_use_tiles && tiles::available() { Unit::Tiles } else { Unit::Vectors }
+        if worth_it && self.may_use_tiles && tiles::available() {
+            Unit::Tiles
+        } else {
+            Unit::Vectors
+        }
     }
 }
 

@@ -53,7 +53,7 @@ pub struct Job {
     /// Which schemes the plan may choose from.
     #[serde(default)]
     pub scheme: Policy,
-    /// Most samples a worker has in one step. Without it no layer goes by factors.
+    /// Most samples a worker has in one step. Without it only layers that say their rows go by factors.
     #[serde(default)]
     pub batch: Option<usize>,
 }
@@ -100,7 +100,10 @@ impl Job {
 
     /// The first thing in which two workers' jobs differ, in words. `None` if they agree.
     pub(crate) fn difference(&self, mine: &str, other: &Self, theirs: &str) -> Option<String> {
-        let layer = |l: &Layer| format!("'{}' of {} parameters ({:?})", l.name, l.len, l.kind);
+        let layer = |l: &Layer| {
+            let rows = l.rows.map_or_else(String::new, |rows| format!(", {rows} rows"));
+            format!("'{}' of {} parameters ({:?}{rows})", l.name, l.len, l.kind)
+        };
         for (position, pair) in self.layers.iter().zip(&other.layers).enumerate() {
             if pair.0 != pair.1 {
                 let (a, b) = (layer(pair.0), layer(pair.1));

@@ -417,7 +417,7 @@ fn count_rows(meeting: &Meeting, parts: &[Factors<'_>]) -> Result<usize, String>
         rows += part;
     }
     if rows > batch {
-        return Err(format!("{rows} rows of factors, but the job's batch size is {batch}"));
+        return Err(format!("{rows} rows of factors: the plan has room for {batch}"));
     }
     Ok(rows)
 }
@@ -515,6 +515,12 @@ impl Builder {
         for (position, layer) in job.layers.iter().enumerate() {
             if job.layers[..position].iter().any(|l| l.name == layer.name) {
                 return Err(Error::Config(format!("two layers are called '{}'", layer.name)));
+            }
+            if layer.rows == Some(0) {
+                let name = &layer.name;
+                return Err(Error::Config(format!(
+                    "0 rows of layer '{name}': expected at least 1"
+                )));
             }
             if let LayerKind::Fc { m, n } = layer.kind {
                 let weights = m.saturating_mul(n);

@@ -183,7 +183,7 @@ fn wrong_calls_say_what_to_do_instead() {
         let some = |rows: usize| [Factors { u: &u[..rows * M], v: &v[..rows * N] }];
         let conv_factors = session.send_factors(conv, &some(1), Buffer::zeroed(50));
         says(conv_factors, &["'conv' goes by ps", "send its gradient"]);
-        says(session.send_factors(fc, &some(9), room()), &["'fc'", "9 rows", "batch size is 8"]);
+        says(session.send_factors(fc, &some(9), room()), &["'fc'", "9 rows", "room for 8"]);
         let uneven = [Factors { u: &u[..M], v: &v[..2 * N] }];
         says(session.send_factors(fc, &uneven, room()), &["rows of 6 and 10", "got 6 and 20"]);
         let short = session.send_factors(fc, &some(1), Buffer::zeroed(3));

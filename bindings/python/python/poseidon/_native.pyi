@@ -4,8 +4,8 @@ __version__: str
 
 # Address, number of float32, and the object that keeps the memory alive.
 Memory = Tuple[int, int, object]
-# Name, number of parameters, and (outputs, inputs) if it is fully connected.
-LayerSpec = Tuple[str, int, Optional[Tuple[int, int]]]
+# Name, number of parameters, and (outputs, inputs, most rows a step) if it goes by factors.
+LayerSpec = Tuple[str, int, Optional[Tuple[int, int, int]]]
 
 class PoseidonError(RuntimeError):
     node: Optional[str]
@@ -37,8 +37,6 @@ class Session:
         *,
         optimizer: str = "mean",
         learning_rate: Optional[float] = None,
-        batch: Optional[int] = None,
-        scheme: str = "auto",
         deterministic: bool = False,
         threads: int = 1,
     ) -> "Session": ...

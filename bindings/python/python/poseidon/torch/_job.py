@@ -8,8 +8,8 @@ from torch import Tensor
 
 from poseidon import _native
 
-# Name, number of parameters, and (outputs, inputs) if it is fully connected.
-LayerSpec = Tuple[str, int, Optional[Tuple[int, int]]]
+# Name, number of parameters, and (outputs, inputs, most rows a step) if it goes by factors.
+LayerSpec = Tuple[str, int, Optional[Tuple[int, int, int]]]
 
 
 class Job:

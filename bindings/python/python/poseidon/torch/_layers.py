@@ -20,9 +20,10 @@ _BUCKET = 256 << 10
 class Unit:
     """What is synchronised as one: a layer of the session."""
 
-    def __init__(self, name: str, parameters: List[nn.Parameter], fc: Optional[Tuple[int, int]] = None):
+    def __init__(self, name: str, parameters: List[nn.Parameter], fc: Optional[Tuple[int, int, int]] = None):
         self.name = name
         self.parameters = parameters
+        # If it goes by factors: outputs, inputs, most rows a step.
         self.fc = fc
         self.index = -1
         self.len = sum(p.numel() for p in parameters)

@@ -469,7 +469,6 @@ class DistributedDataParallel(nn.Module):
         topic = f"rows of model {self._number}, {self._sessions_started}"
         all_rows = [json.loads(r) for r in Job.get().gather(topic, json.dumps(rows))]
         factors: Dict[nn.Parameter, Factored] = {}
-        batch = 1
         for factored in self._factored:
             most = max([self._batch or 0, *(r.get(factored.name, 0) for r in all_rows)])
             m, n = factored.linear.weight.shape
@@ -477,11 +476,10 @@ class DistributedDataParallel(nn.Module):
             if most == 0 or not everywhere or not _goes_by_factors(m, n, most, self._scheme):
                 factored.unit = None
                 continue
-            batch = max(batch, most)
             parameters = [factored.linear.weight]
             if factored.linear.bias is not None and factored.linear.bias.requires_grad:
                 parameters.append(factored.linear.bias)
-            factored.unit = Unit(factored.name, parameters, (m, n))
+            factored.unit = Unit(factored.name, parameters, (m, n, most))
             factors.update({p: factored for p in parameters})
         self._units = units_of(self._trainable, factors)
         self._usage_unit = None
@@ -502,11 +500,8 @@ class DistributedDataParallel(nn.Module):
         setup: Dict[str, Any] = {}
         if self._rule is not None:
             setup.update(optimizer=self._rule.text(), learning_rate=self._rule.rate())
-        # What goes by factors is decided above, where the batch of each layer is known.
         self._session = Job.open(
             layers,
-            batch=batch,
-            scheme="sfb",
             deterministic=self._deterministic,
             threads=torch.get_num_threads(),
             **setup,
