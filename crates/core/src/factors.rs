@@ -16,13 +16,15 @@ use std::ops::Range;
 
 /// Where the factors of one layer lie when all are there: a matrix of `workers · batch` rows. Worker
 /// p's are the p-th `batch` rows; a row is one sample's u, then its v.
+///
+/// A worker that has more rows for once sends a last chunk that is longer than its place.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Layout {
     /// Length of u: the layer's outputs.
     pub m: usize,
     /// Length of v: its inputs.
     pub n: usize,
-    /// Most rows a worker sends in one step.
+    /// Rows a worker has room for.
     pub batch: usize,
     /// Number of workers.
     pub workers: usize,
@@ -71,6 +73,23 @@ impl Layout {
         worker.index() * len..(worker.index() + 1) * len
     }
 
+    /// The most rows a worker can send in one step.
+    pub fn most_rows(&self) -> usize {
+        let beyond = LONGEST / (self.width().max(1) * size_of::<f32>());
+        self.last_start() + beyond.max(self.batch - self.last_start())
+    }
+
+    /// The first row of a worker's last chunk.
+    pub fn last_start(&self) -> usize {
+        self.chunks().saturating_sub(1) as usize * self.chunk_rows
+    }
+
+    /// What of a chunk that begins at `range.start` has its place in `worker`'s block: all of it, unless it is a last one
+    /// that is too long.
+    pub fn placed(&self, worker: NodeId, range: &Range<usize>) -> Range<usize> {
+        range.start..range.end.min(self.block(worker).end)
+    }
+
     /// Number of chunks each worker sends, however many rows its batch has this time.
     pub fn chunks(&self) -> u32 {
         self.batch.div_ceil(self.chunk_rows) as u32
@@ -86,15 +105,19 @@ impl Layout {
         (0..self.chunks().min(self.lanes.into())).map(|index| self.lane(index))
     }
 
-    /// The elements of the matrix for chunk `index` of `worker`, of which `rows` rows of the whole
-    /// batch are there. May be empty.
+    /// The elements of the matrix for chunk `index` of `worker`, who has `rows` rows this time. May be
+    /// empty. That of a last chunk may go beyond the worker's block.
     fn chunk(&self, worker: NodeId, index: u32, rows: usize) -> Range<usize> {
         let start = index as usize * self.chunk_rows;
-        let end = (start + self.chunk_rows).min(rows);
+        let is_last = index + 1 == self.chunks();
+        let end = if is_last { rows } else { (start + self.chunk_rows).min(rows) };
         let at = |row: usize| self.block(worker).start + row * self.width();
         at(start)..at(end.max(start))
     }
 }
+
+/// Most bytes of a last chunk that is longer than its place. Memory for it is got when it is announced.
+const LONGEST: usize = 256 << 20;
 
 /// Counts off the factors of one layer that one lane carries.
 #[derive(Debug)]
@@ -125,7 +148,8 @@ struct Round {
 pub struct Arrival {
     /// Which of the two places: the clock's parity.
     pub place: usize,
-    /// The elements of the matrix that the payload is.
+    /// The elements of the matrix that the payload is; beyond the sender's block if it is too long a
+    /// last chunk.
     pub range: Range<usize>,
     /// Elements of the chunk that it leaves out, because the batch was short: they become zero.
     pub blank: Range<usize>,
@@ -147,7 +171,8 @@ impl Gather {
     }
 
     /// This worker's `rows` rows go out at `clock`, which is the next one. Returns the chunks to
-    /// send to every other worker, and where they are.
+    /// send to every other worker, and where they are: beyond this worker's block if a last one is
+    /// too long for it.
     pub fn handle_send(
         &mut self,
         clock: Clock,
@@ -181,7 +206,8 @@ impl Gather {
         }
         let slot = self.slot(sender, header.chunk.index).ok_or(Violation::UnknownChunk)?;
         let whole = self.layout.chunk(sender, header.chunk.index, self.layout.batch);
-        let (most, got) = (whole.len() * size_of::<f32>(), header.length as usize);
+        let most = self.layout.chunk(sender, header.chunk.index, self.layout.most_rows());
+        let (most, got) = (most.len() * size_of::<f32>(), header.length as usize);
         let row = self.layout.width() * size_of::<f32>();
         if got > most || got % row != 0 {
             return Err(Violation::Rows { row, most, got });
@@ -195,7 +221,8 @@ impl Gather {
         }
         round.agree(header.value)?;
         let end = whole.start + got / size_of::<f32>();
-        Ok(Arrival { place: place(header.clock), range: whole.start..end, blank: end..whole.end })
+        let blank = end..whole.end.max(end);
+        Ok(Arrival { place: place(header.clock), range: whole.start..end, blank })
     }
 
     /// A frame that `handle_factors` let in is in place. True when this lane now has everybody's
@@ -329,6 +356,21 @@ mod tests {
         assert_eq!(arrival, Arrival { place: 1, range: 50..55, blank: 55..60 });
         let arrival = gather.handle_factors(&frame(2, 0, 1, 0)).unwrap();
         assert_eq!((arrival.range, arrival.blank), (40..40, 40..50));
+    }
+
+    #[test]
+    fn only_a_last_chunk_may_be_longer_than_its_place() {
+        let mut gather = gather();
+        assert_eq!(send(&mut gather, 1, 7), [(0, 20..30), (1, 30..55)]);
+        let layout = layout(1);
+        assert_eq!(layout.placed(ME, &(30..55)), 30..40);
+        let arrival = gather.handle_factors(&frame(2, 1, 1, 5)).unwrap();
+        assert_eq!(arrival, Arrival { place: 1, range: 50..75, blank: 75..75 });
+        assert_eq!(layout.placed(NodeId(2), &arrival.range), 50..60);
+        let most = layout.most_rows() - 2;
+        let too_long = gather.handle_factors(&frame(0, 1, 1, most + 1)).unwrap_err();
+        let (most, got) = (20 * most, 20 * most + 20);
+        assert_eq!(too_long, Violation::Rows { row: 20, most, got });
     }
 
     #[test]

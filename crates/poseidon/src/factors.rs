@@ -9,7 +9,7 @@ use crate::Buffer;
 use poseidon_core::factors::{Layout, place};
 use poseidon_core::{Clock, LayerId, NodeId};
 use std::ops::Range;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// One worker's factors of one layer and one step: a row per sample.
 ///
@@ -29,9 +29,12 @@ pub(crate) struct Meeting {
     pub(crate) layer: LayerId,
     pub(crate) layout: Layout,
     places: [Buffer; 2],
+    /// For each place, last chunks that are too long for it: whose, and all of their rows. Locked only by who has one, and
+    /// once a step.
+    long: [Mutex<Vec<(NodeId, Arc<[f32]>)>>; 2],
 }
 
-/// Some rows of a meeting's matrix, in the hands of the lane they belong to.
+/// Some rows of a meeting's matrix, or a last chunk that is too long for it, in the hands of the lane they belong to.
 ///
 /// Whoever makes one promises that `range` is a chunk of the calling lane at a clock whose place is
 /// open: see [`poseidon_core::factors::Gather`].
@@ -40,28 +43,53 @@ pub(crate) struct Rows {
     pub(crate) meeting: Arc<Meeting>,
     pub(crate) place: usize,
     pub(crate) range: Range<usize>,
+    /// Where they are, if they are too long a chunk.
+    apart: Option<Arc<[f32]>>,
 }
 
 impl Meeting {
     pub(crate) fn new(layer: LayerId, layout: Layout) -> Self {
         let places = [(); 2].map(|()| Buffer::zeroed(layout.len()));
-        Self { layer, layout, places }
+        Self { layer, layout, places, long: Default::default() }
     }
 
     /// Writes this worker's rows of `clock` and blanks the rest of its block. The caller has checked
-    /// the lengths and sends `clock` next: no lane reads or writes this block until then.
+    /// the lengths and sends `clock` next: no lane reads or writes this block until then. Rows that are too many are
+    /// written once more, with the last chunk they go out with.
     pub(crate) fn write_own(&self, me: NodeId, clock: Clock, parts: &[Factors<'_>]) {
         let (m, n) = (self.layout.m, self.layout.n);
         // SAFETY: the lanes touch a worker's own block only between its sending and the end of the
         // exchange, and the last exchange that used this place is over.
         let block = unsafe { self.places[place(clock)].chunk_mut(self.layout.block(me)) };
-        let rows = parts.iter().flat_map(|part| part.u.chunks_exact(m).zip(part.v.chunks_exact(n)));
+        let rows =
+            || parts.iter().flat_map(|part| part.u.chunks_exact(m).zip(part.v.chunks_exact(n)));
         let mut room = block.chunks_exact_mut(m + n);
-        for ((u, v), row) in rows.zip(&mut room) {
+        for ((u, v), row) in rows().zip(&mut room) {
             row[..m].copy_from_slice(u);
             row[m..].copy_from_slice(v);
         }
         room.for_each(|row| row.fill(0.0));
+        if rows().nth(self.layout.batch).is_some() {
+            let last = rows().skip(self.layout.last_start());
+            let chunk: Vec<f32> = last.flat_map(|(u, v)| [u, v].concat()).collect();
+            self.keep(place(clock), me, chunk.into());
+        }
+    }
+
+    fn keep(&self, place: usize, worker: NodeId, chunk: Arc<[f32]>) {
+        self.long(place).push((worker, chunk));
+    }
+
+    fn long(&self, place: usize) -> MutexGuard<'_, Vec<(NodeId, Arc<[f32]>)>> {
+        self.long[place].lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The rows of `clock` that have no place in the matrix, in the order of workers. Nobody has them any more.
+    pub(crate) fn take_rows_beyond(&self, clock: Clock) -> Vec<f32> {
+        let mut long = std::mem::take(&mut *self.long(place(clock)));
+        long.sort_by_key(|(worker, _)| *worker);
+        let placed = (self.layout.batch - self.layout.last_start()) * self.layout.width();
+        long.iter().flat_map(|(_, chunk)| &chunk[placed..]).copied().collect()
     }
 
     /// Everybody's rows of `clock`.
@@ -78,14 +106,55 @@ impl Meeting {
 }
 
 impl Rows {
+    /// This worker's own rows at `clock`, to be sent.
+    pub(crate) fn own(
+        meeting: Arc<Meeting>,
+        me: NodeId,
+        clock: Clock,
+        range: Range<usize>,
+    ) -> Self {
+        let place = place(clock);
+        let is_long = meeting.layout.placed(me, &range) != range;
+        let own = |(worker, chunk): &(NodeId, Arc<[f32]>)| (*worker == me).then(|| chunk.clone());
+        let apart = is_long.then(|| meeting.long(place).iter().find_map(own)).flatten();
+        Self { meeting, place, range, apart }
+    }
+
+    /// Room for rows of `sender`.
+    pub(crate) fn others(
+        meeting: Arc<Meeting>,
+        sender: NodeId,
+        place: usize,
+        range: Range<usize>,
+    ) -> Self {
+        let is_long = meeting.layout.placed(sender, &range) != range;
+        let apart = is_long.then(|| range.clone().map(|_| 0.0).collect());
+        Self { meeting, place, range, apart }
+    }
+
+    /// All rows of `sender` are here.
+    pub(crate) fn land(mut self, sender: NodeId) {
+        let Some(chunk) = self.apart.take() else { return };
+        self.range = self.meeting.layout.placed(sender, &self.range);
+        let placed = self.range.len();
+        self.room().copy_from_slice(&chunk[..placed]);
+        self.meeting.keep(self.place, sender, chunk);
+    }
+
     /// This worker's own rows, to be sent.
     pub(crate) fn values(&self) -> &[f32] {
+        if let Some(apart) = &self.apart {
+            return apart;
+        }
         // SAFETY: nobody writes to a worker's own block while it is being sent.
         unsafe { self.meeting.places[self.place].chunk(self.range.clone()) }
     }
 
     /// Room for another worker's rows.
     pub(crate) fn room(&mut self) -> &mut [f32] {
+        if let Some(apart) = &mut self.apart {
+            return Arc::get_mut(apart).expect("rows that are still coming are nobody else's");
+        }
         // SAFETY: the rows belong to this lane, which holds one slice of them at a time; the session
         // reads them only after the lane has reported them.
         unsafe { self.meeting.places[self.place].chunk_mut(self.range.clone()) }

@@ -8,7 +8,6 @@ use crate::exchange::{Exchange, Lent};
 use crate::factors::{Meeting, Rows};
 use crate::outbox::Payload;
 use crate::rule_state::{Piece, RuleState};
-use poseidon_core::factors::place;
 use poseidon_core::store::{Completed, Contribution, Outcome, Stall};
 use poseidon_core::syncer::Part;
 use poseidon_core::wire::{Header, Kind};
@@ -157,8 +156,7 @@ impl Holdings {
                     Payload::None
                 } else {
                     self.unsent[layer.index()] += 1;
-                    let (meeting, range) = (meeting.clone(), range.clone());
-                    Payload::Factors(Rows { meeting, place: place(clock), range })
+                    Payload::Factors(Rows::own(meeting.clone(), self.me, clock, range.clone()))
                 };
                 send(worker, header, payload);
             }
@@ -188,15 +186,12 @@ impl Holdings {
                 let gathering =
                     gathering.and_then(Option::as_mut).ok_or(Violation::UnknownChunk)?;
                 let arrival = gathering.gather.handle_factors(header)?;
-                let rows = |range| Rows {
-                    meeting: gathering.meeting.clone(),
-                    place: arrival.place,
-                    range,
-                };
+                let meeting = || gathering.meeting.clone();
+                let rows = |range| Rows::others(meeting(), header.sender, arrival.place, range);
                 if !arrival.blank.is_empty() {
                     rows(arrival.blank.clone()).room().fill(0.0);
                 }
-                Ok(Landing::Rows(rows(arrival.range)))
+                Ok(Landing::Rows(rows(arrival.range.clone())))
             }
             _ => Err(Violation::WrongKind),
         }

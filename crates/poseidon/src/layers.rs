@@ -109,7 +109,13 @@ impl Layers {
         // SAFETY: the lanes have reported everybody's rows of this clock, and touch them again only
         // after the next clock has been sent; the layer's state, which is locked, is in between.
         let matrix = unsafe { meeting.matrix(*clock) };
-        state.rebuilder.apply(matrix, &meeting.layout, &rule, values);
+        let beyond = meeting.take_rows_beyond(*clock);
+        if beyond.is_empty() {
+            state.rebuilder.apply(matrix, &meeting.layout, &rule, values);
+        } else {
+            let mut all = [&*matrix, &beyond].concat();
+            state.rebuilder.apply(&mut all, &meeting.layout, &rule, values);
+        }
         *rebuilt = Some(begun..Instant::now());
     }
 }

@@ -331,7 +331,8 @@ impl Peer {
                     drop(lent);
                     holdings.handle_landed(chunk);
                 }
-                State::Rows { chunk, clock, .. } => {
+                State::Rows { rows, chunk, clock, .. } => {
+                    rows.land(self.node);
                     holdings.handle_gathered(self.node, chunk, clock);
                 }
                 State::Abort { text, .. } => {

@@ -406,7 +406,7 @@ fn patience(timeout: Duration) -> Duration {
 
 /// The rows of `parts` together, or why they cannot be this layer's.
 fn count_rows(meeting: &Meeting, parts: &[Factors<'_>]) -> Result<usize, String> {
-    let (m, n, batch) = (meeting.layout.m, meeting.layout.n, meeting.layout.batch);
+    let (m, n, most) = (meeting.layout.m, meeting.layout.n, meeting.layout.most_rows());
     let mut rows = 0;
     for Factors { u, v } in parts {
         let part = u.len() / m.max(1);
@@ -416,8 +416,11 @@ fn count_rows(meeting: &Meeting, parts: &[Factors<'_>]) -> Result<usize, String>
         }
         rows += part;
     }
-    if rows > batch {
-        return Err(format!("{rows} rows of factors: the plan has room for {batch}"));
+    if rows > most {
+        let batch = meeting.layout.batch;
+        return Err(format!(
+            "{rows} rows of factors: {batch} were announced, at most {most} can go"
+        ));
     }
     Ok(rows)
 }

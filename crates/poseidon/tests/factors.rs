@@ -19,9 +19,14 @@ fn number(rank: u16, row: usize, column: usize, clock: u64) -> f32 {
     ((rank as usize * 5 + row * 3 + column * 7 + clock as usize * 11) % 9) as f32 - 4.0
 }
 
-/// How many rows `rank` has: batches are uneven from time to time.
+/// How many rows `rank` has: batches are uneven from time to time, and larger than announced.
 fn rows(rank: u16, clock: u64) -> usize {
-    if clock == 2 { (usize::from(rank) * 3) % (BATCH + 1) } else { BATCH }
+    match clock {
+        2 => (usize::from(rank) * 3) % (BATCH + 1),
+        4 => BATCH + usize::from(rank) % 3 * 7,
+        5 => 10 * BATCH,
+        _ => BATCH,
+    }
 }
 
 fn factors(rank: u16, clock: u64) -> (Vec<f32>, Vec<f32>) {
@@ -183,7 +188,10 @@ fn wrong_calls_say_what_to_do_instead() {
         let some = |rows: usize| [Factors { u: &u[..rows * M], v: &v[..rows * N] }];
         let conv_factors = session.send_factors(conv, &some(1), Buffer::zeroed(50));
         says(conv_factors, &["'conv' goes by ps", "send its gradient"]);
-        says(session.send_factors(fc, &some(9), room()), &["'fc'", "9 rows", "room for 8"]);
+        // Never touched: a frame of 256 MiB has 4 Mi rows of 16 numbers.
+        let (many, u, v) = (5 << 20, vec![0.0; 5 * M << 20], vec![0.0; 5 * N << 20]);
+        let too_many = session.send_factors(fc, &[Factors { u: &u, v: &v }], room());
+        says(too_many, &["'fc'", &format!("{many} rows"), "8 were announced", "at most 4194"]);
         let uneven = [Factors { u: &u[..M], v: &v[..2 * N] }];
         says(session.send_factors(fc, &uneven, room()), &["rows of 6 and 10", "got 6 and 20"]);
         let short = session.send_factors(fc, &some(1), Buffer::zeroed(3));

@@ -52,8 +52,8 @@ class DistributedDataParallel(nn.Module):
       of a ``psd.SGD``, ``psd.Adam`` or ``psd.AdamW`` made from this model's parameters. Parameters then come back
       while the next forward is under way; ``synchronize()`` waits for all of them.
     * ``scheme``: ``auto`` (the fewest bytes for each layer), ``ps`` or ``sfb``.
-    * ``batch``: the most rows (samples, or samples times sequence length) a Linear layer sees between
-      two synchronisations; needed if later steps are larger than the first.
+    * ``batch``: how many rows (samples, or samples times sequence length) a Linear layer sees between
+      two synchronisations; worth saying if most steps are larger than the first, by which the plan is made.
     * ``deterministic``: gradients are added in rank order, so that a run repeats bit by bit.
     * ``device_ids``, ``output_device``, ``bucket_cap_mb``, ``gradient_as_bucket_view``, ``static_graph``: taken
       so that calls of torch's work as they are; without effect.
@@ -362,10 +362,7 @@ class DistributedDataParallel(nn.Module):
         self._check(unit)
         if factored.parts:
             unit.ready.update(unit.parameters)
-        try:
-            unit.send_factors(self._session, factored.parts)
-        except _native.UsageError as error:
-            raise _native.UsageError(f"{error}. Pass batch= the most rows a step can have") from None
+        unit.send_factors(self._session, factored.parts)
         factored.reset()
 
     def _check(self, unit: Unit) -> None:
