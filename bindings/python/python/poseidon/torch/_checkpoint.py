@@ -52,6 +52,8 @@ def load(
     missing = [name for name in ("model", "optimizer") if name not in content]
     if "model" in missing or (optimizer is not None and missing):
         raise ValueError(f"{os.fspath(path)} is no checkpoint of this kind: it has no {' and no '.join(missing)}")
+    if optimizer is None and model._rule is not None:
+        model._rule.keep()
     # What is still on its way must not land on what is loaded.
     model._restart()
     model.module.load_state_dict(content.pop("model"))

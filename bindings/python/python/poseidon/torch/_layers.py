@@ -131,12 +131,8 @@ class Unit:
         return stage
 
     def _stage(self) -> Tensor:
-        """Memory for a gradient; not that of the last one if somebody still uses it."""
-        if self.stage is not None and self.fc is not None:
-            here = {part.data_ptr() for _, part in self.slices(self.stage)}
-            if any(p.grad is not None and p.grad.data_ptr() in here for p in self.parameters):
-                self.stage = None
-        if self.stage is None:
+        """Memory for a gradient; not that of the last one if somebody still has it."""
+        if self.stage is None or _holders(self.stage) > _ONE_HOLDER:
             self.stage = torch.zeros(self.len, dtype=torch.float32)
         return self.stage
 
@@ -155,36 +151,83 @@ def _trace(gradient: Optional[Tensor]) -> Any:
 
 
 class Factored:
-    """A Linear layer that may go by factors: what its calls have left for the next synchronisation."""
+    """A Linear layer that may go by factors: what its calls have left for the next synchronisation.
+
+    A backward pass that does not synchronise (``no_sync``) leaves gradients, as everywhere, and copies of the factors they
+    were made from. If nobody has touched the gradients when it is time to send, the factors go instead.
+    """
 
     def __init__(self, owner: Any, linear: nn.Linear, name: str):
         self.owner = owner
         self.linear = linear
+        self.weight = linear.weight
         self.name = name
         self.unit: Optional[Unit] = None
+        # Of forward passes since the last synchronisation.
         self.rows = 0
+        # Calls whose backward is still to come.
         self.calls = 0
         self.inside = 0
         # It takes no part any more; graphs made before may still come by.
         self.is_out = False
         self.parts: List[Tuple[Tensor, Tensor]] = []
+        # Gradients before the first of the kept parts, and as the last one left them.
+        self.before: Dict[nn.Parameter, Optional[Tensor]] = {}
+        self.after: Dict[nn.Parameter, Any] = {}
 
-    def note_call(self, rows: int) -> None:
-        self.rows += rows
-        self.calls += 1
+    @property
+    def parameters(self) -> List[nn.Parameter]:
+        """Those that have gradients."""
+        return [p for p in self.linear.parameters(recurse=False) if p.requires_grad]
 
-    def take(self, u: Tensor, v: Tensor) -> bool:
-        """The factors of one call. False if the plan wants the gradient itself."""
+    def take(self, u: Tensor, v: Tensor, is_last: bool) -> bool:
+        """The factors of one call. False if the gradient itself is wanted."""
         owner = self.owner
         owner._begin_backward()
-        self.calls -= 1
         if self.is_out or (self.unit is None and owner._session is not None):
             return False
-        # Before the first synchronised backward nobody knows yet; see `fold`.
+        if not owner._synchronises:
+            self._keep(u, v)
+            return False
+        if self.unit is not None and self.unit.in_flight:
+            raise RuntimeError(
+                f"a second backward reached '{self.name}' after its factors were sent. With torch.utils.checkpoint, pass "
+                "use_reentrant=False"
+            )
         self.parts.append((_factor(u), _factor(v)))
-        if self.calls == 0 and owner._synchronises:
+        if is_last:
             owner._send_factors(self)
         return True
+
+    def _keep(self, u: Tensor, v: Tensor) -> None:
+        if not self.parts or self._is_touched():
+            self.parts = []
+            self.before = {p: None if p.grad is None else p.grad.clone() for p in self.parameters}
+        # Copies: the program may write its next batch to the same memory.
+        self.parts.append((_factor(u).clone(), _factor(v).clone()))
+
+    def note_gradient(self, parameter: nn.Parameter) -> None:
+        """A gradient of a pass that does not synchronise has landed."""
+        if self.parts:
+            self.after[parameter] = _trace(parameter.grad)
+
+    def _is_touched(self) -> bool:
+        return any(_trace(p.grad) != self.after.get(p) for p in self.parameters)
+
+    def settle(self) -> None:
+        """A synchronised backward begins: what was accumulated goes with it, as factors."""
+        if self.parts and not self._is_touched():
+            for p in self.parameters:
+                p.grad = self.before[p]
+        elif self.parts:
+            # Somebody has: what counts is what is there now.
+            self.parts = []
+            gradients = [p.grad for p in (self.linear.weight, self.linear.bias) if p is not None]
+            if any(g is not None and bool(g.any()) for g in gradients):
+                self.parts = [as_factors(self.linear)]
+            for p in self.parameters:
+                p.grad = None
+        self.before, self.after = {}, {}
 
     def done(self) -> None:
         """The weight is not needed any more in this backward pass."""
@@ -192,22 +235,46 @@ class Factored:
         if unit is not None and unit.in_flight:
             self.owner._session.rebuild(unit.index)
 
-    def fold(self) -> None:
-        """Turns factors kept during ``no_sync`` into gradients: the plan has decided against them."""
-        linear = self.linear
-        for u, v in self.parts:
-            accumulate(linear.weight, u.t() @ v)
-            if linear.bias is not None and linear.bias.requires_grad:
-                accumulate(linear.bias, u.sum(0))
-        self.parts = []
-
     def reset(self) -> None:
-        self.rows = self.calls = 0
+        self.rows = 0
         self.parts = []
+        self.before, self.after = {}, {}
 
 
 def _factor(tensor: Tensor) -> Tensor:
     return tensor.detach().to("cpu", torch.float32).contiguous()
+
+
+def as_factors(linear: nn.Linear) -> Tuple[Tensor, Tensor]:
+    """Factors that give the gradients a layer has: rows of the weight's, and one for the bias.
+
+    Each row goes twice, with opposite signs, because the bias' gradient is the sum of all u.
+    """
+    m, n = linear.weight.shape
+    weight = torch.zeros(m, n) if linear.weight.grad is None else _factor(linear.weight.grad) / 2
+    bias = linear.bias
+    bias = torch.zeros(m) if bias is None or bias.grad is None else _factor(bias.grad)
+    u = torch.cat([torch.eye(m), -torch.eye(m), bias.view(1, m)])
+    v = torch.cat([weight, -weight, torch.zeros(1, n)])
+    return u, v
+
+
+class _Call:
+    """One call of a layer, for as long as its backward may come."""
+
+    def __init__(self, factored: Factored):
+        self.factored = factored
+        self.is_pending = True
+        factored.calls += 1
+
+    def end(self) -> bool:
+        """Its backward is here. True if no other call's is still to come."""
+        self.factored.calls -= int(self.is_pending)
+        self.is_pending = False
+        return self.factored.calls == 0
+
+    def __del__(self) -> None:
+        self.end()
 
 
 class _FactorLinear(torch.autograd.Function):
@@ -220,7 +287,8 @@ class _FactorLinear(torch.autograd.Function):
         low = source.to(dtype)
         ctx.save_for_backward(low, weight)
         ctx.factored, ctx.input_dtype, ctx.has_bias = factored, source.dtype, bias is not None
-        factored.note_call(low.numel() // max(low.shape[-1], 1))
+        ctx.call = _Call(factored)
+        factored.rows += low.numel() // max(low.shape[-1], 1)
         return F.linear(low, weight.to(dtype), None if bias is None else bias.to(dtype))
 
     @staticmethod
@@ -229,7 +297,8 @@ class _FactorLinear(torch.autograd.Function):
         u = gradient.reshape(-1, gradient.shape[-1])
         v = source.reshape(-1, source.shape[-1])
         # Factors leave first, so that they travel while the rest is computed.
-        taken = _is_wanted(ctx) and ctx.factored.take(u, v)
+        is_last = ctx.call.end()
+        taken = _is_wanted(ctx) and ctx.factored.take(u, v, is_last)
         below = down = bias = None
         if ctx.needs_input_grad[0]:
             below = (gradient @ weight.to(gradient.dtype)).to(ctx.input_dtype)
@@ -250,11 +319,6 @@ def _is_wanted(ctx: Any) -> bool:
         return weight is not None and torch._C._will_engine_execute_node(weight)
     except RuntimeError:
         return False  # torch.autograd.grad(loss, weight): it gets the gradient itself
-
-
-def accumulate(parameter: nn.Parameter, gradient: Tensor) -> None:
-    gradient = gradient.to(parameter.device, parameter.dtype)
-    parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
 
 
 def units_of(trainable: Dict[str, nn.Parameter], factors: Dict[nn.Parameter, Factored]) -> List[Unit]:
@@ -305,10 +369,16 @@ def factorable(module: nn.Module) -> List[nn.Linear]:
         for m in module.modules()
         if type(m) is nn.Linear and m.weight.requires_grad and owners.get(id(m.weight)) == 1
         and (m.bias is None or owners.get(id(m.bias)) == 1)
-        # Somebody wants to see or change the gradient itself.
-        and not any(p._backward_hooks for p in m.parameters(recurse=False))
+        and not is_hooked(m)
         and getattr(m.__dict__.get("forward"), "__name__", "factor_forward") == "factor_forward"
     ]
+
+
+def is_hooked(linear: nn.Linear, own: int = 0) -> bool:
+    """Whether somebody wants to see or change its gradients themselves; ``own`` hooks are ours."""
+    return any(
+        p._backward_hooks or len(p._post_accumulate_grad_hooks or ()) > own for p in linear.parameters(recurse=False)
+    )
 
 
 def is_compiled(module: nn.Module) -> bool:
@@ -318,13 +388,14 @@ def is_compiled(module: nn.Module) -> bool:
 def patch(factored: Factored) -> None:
     # A compiled graph cannot hand out factors: it ends before this layer and goes on behind it.
     @torch.compiler.disable
-    def factor_forward(self: nn.Linear, source: Tensor) -> Tensor:
-        # A copy of the layer is bound to this, too, and has weights of its own.
-        if self is not factored.linear or not torch.is_grad_enabled() or not self.weight.requires_grad:
-            return F.linear(source, self.weight, self.bias)
+    def factor_forward(self: nn.Linear, input: Tensor) -> Tensor:
+        # A copy of the layer is bound to this, too, and has weights of its own; so has one that was called with others.
+        own = self is factored.linear and self.weight is factored.weight
+        if not own or not torch.is_grad_enabled() or not self.weight.requires_grad or _is_transformed():
+            return F.linear(input, self.weight, self.bias)
         factored.inside += 1
         try:
-            return _FactorLinear.apply(source, self.weight, self.bias, factored)
+            return _FactorLinear.apply(input, self.weight, self.bias, factored)
         finally:
             factored.inside -= 1
 
@@ -337,6 +408,14 @@ def unpatch(factored: Factored) -> None:
     factored.is_out = True
 
 
+def _is_transformed() -> bool:
+    """Whether torch.func or a tracer looks on, which a function of our own would stop."""
+    return torch._C._functorch.peek_interpreter_stack() is not None or torch.jit.is_tracing()
+
+
+_VIEWS = (Tensor.T, Tensor.mT, Tensor.H, Tensor.mH, Tensor.data)
+
+
 class Watch(TorchFunctionMode):
     """Sees which parameters a forward pass uses while they are not expected to be used."""
 
@@ -347,8 +426,8 @@ class Watch(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        # Looking at an attribute is no use of the values.
-        if getattr(func, "__name__", "") != "__get__":
+        # Looking at an attribute is no use of the values, unless it is the values in another shape.
+        if getattr(func, "__name__", "") != "__get__" or getattr(func, "__self__", None) in _VIEWS:
             for value in (*args, *kwargs.values()):
                 for tensor in value if isinstance(value, (list, tuple)) else (value,):
                     if isinstance(tensor, nn.Parameter) and self._unexpected(tensor):

@@ -8,6 +8,7 @@ from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Set,
 import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
+from torch.utils._pytree import tree_leaves
 
 from poseidon import _native
 from poseidon.torch._job import Job, add_up, broadcast, memory, rank, world_size
@@ -18,6 +19,7 @@ from poseidon.torch._layers import (
     Watch,
     factorable,
     is_compiled,
+    is_hooked,
     patch,
     units_of,
     unpatch,
@@ -113,11 +115,15 @@ class DistributedDataParallel(nn.Module):
         self._usage_unit: Optional[Unit] = None
         self._synchronises = True
         self._in_backward = False
+        # The backward pass at whose end `_end_pass` will be called, as torch numbers them.
+        self._ending: Optional[int] = None
         self._forwards = 0
         self._stepped = True
         self._join: Optional[Join] = None
         # Parameters that are used outside their module's forward, seen in the first one.
         self._used_early: Set[nn.Parameter] = set()
+        # Those that got gradients since the last synchronisation.
+        self._used: Set[nn.Parameter] = set()
         self._entered: Set[nn.Parameter] = set()
         self._watched = False
         Job.get()
@@ -127,12 +133,20 @@ class DistributedDataParallel(nn.Module):
         # A worker alone has nothing to synchronise, and nothing to pay for it.
         self._is_alone = world_size() == 1 and update == "worker"
         self._factored: List[Factored] = []
+        # By parameter.
+        self._factored_of: Dict[nn.Parameter, Factored] = {}
+        # Layers that will not go by factors, patched until no graph under way needs them to be.
+        self._leaving: List[Factored] = []
         if not self._is_alone:
             self._factored = [Factored(self, linear, self._names[linear.weight]) for linear in factorable(module)]
             for factored in self._factored:
                 patch(factored)
+                self._factored_of.update({p: factored for p in factored.parameters})
             for parameter in self._trainable.values():
                 parameter.register_post_accumulate_grad_hook(self._on_gradient)
+        # Where a pass that makes gradients of parameters ends.
+        with torch.enable_grad():
+            self._ends = [p.view_as(p).grad_fn.next_functions[0][0] for p in self._trainable.values()]
         if update == "server":
             self._await_in_forward()
         MODELS.append(self)
@@ -142,9 +156,14 @@ class DistributedDataParallel(nn.Module):
         if not torch.is_grad_enabled():
             return self.module(*args, **kwargs)
         self._begin_forward()
-        if self._watched or self._is_alone:
+        if self._is_alone:
             return self.module(*args, **kwargs)
-        return self._watched_forward(*args, **kwargs)
+        if self._watched:
+            result = self.module(*args, **kwargs)
+        else:
+            result = self._watched_forward(*args, **kwargs)
+        self._hook_outputs(result)
+        return result
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -209,12 +228,6 @@ class DistributedDataParallel(nn.Module):
         """Bytes sent and received for gradients so far."""
         return (0, 0) if self._session is None else self._session.traffic()
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """As a module's; factors kept during ``no_sync`` are gradients, too."""
-        super().zero_grad(set_to_none)
-        for factored in self._factored:
-            factored.reset()
-
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         self.synchronize()
         return super().state_dict(*args, **kwargs)
@@ -229,13 +242,15 @@ class DistributedDataParallel(nn.Module):
             why = f"worker {rank()}: the last backward pass ended with an error, and not all of its gradients were sent"
             self._close(because=why)
             raise RuntimeError(why)
+        if torch._C._current_graph_task_id() == -1:
+            self._ending = None
         self._entered = set()
         self._forwards += 1
-        if not self.training or not self._synchronises:
+        if not self._synchronises:
             return
         if self._join is not None:
             self._join.note_forward()
-        if self.broadcast_buffers:
+        if self.training and self.broadcast_buffers:
             self._share_buffers()
 
     @torch.compiler.disable
@@ -257,9 +272,22 @@ class DistributedDataParallel(nn.Module):
         self._used_early.update(watch.seen)
         for factored in list(self._factored):
             if factored.linear.weight in watch.seen or factored.linear.bias in watch.seen:
-                unpatch(factored)
+                self._leave(factored)
                 self._factored.remove(factored)
         return result
+
+    @torch.compiler.disable
+    def _hook_outputs(self, result: Any) -> None:
+        """Backward begins at the outputs, in the outermost pass: one in a checkpoint is part of it."""
+        for output in tree_leaves(result):
+            if isinstance(output, Tensor) and output.requires_grad and output.grad_fn is not None:
+                output.register_hook(self._on_output)
+
+    def _leave(self, factored: Factored) -> None:
+        """A layer will not go by factors. What recomputes its forward in this pass still has to find it as it was."""
+        factored.is_out = True
+        factored.reset()
+        self._leaving.append(factored)
 
     def _await_in_forward(self) -> None:
         """With update="server": a module's parameters are awaited when its forward begins."""
@@ -288,8 +316,12 @@ class DistributedDataParallel(nn.Module):
     def _await(self, unit: Unit) -> None:
         if not unit.in_flight:
             return
+        if self._session is None:
+            # The job has failed. Gradients do not matter any more.
+            if self._update == "worker":
+                return
+            raise RuntimeError(f"new values of '{unit.name}' were on their way when the job failed: the old ones may be gone")
         try:
-            assert self._session is not None
             unit.receive(self._session)
             if self._update == "server":
                 self._check(unit)
@@ -317,15 +349,44 @@ class DistributedDataParallel(nn.Module):
             )
         self._forwards -= 1
         self._in_backward = True
-        Variable._execution_engine.queue_callback(self._finish_backward)
+        if self._ending is None:
+            self._expect_end()
         if self._session is None:
             self._start_session()
         if self._update == "server":
             self._stepped = False
+            self._rule.check()
             self._session.set_learning_rate(self._rule.rate())  # type: ignore[union-attr]
             self.synchronize()
+        for factored in self._factored:
+            factored.settle()
         for unit in self._units:
             unit.begin()
+
+    @_or_abort
+    def _on_output(self, _: Tensor) -> None:
+        if not self._synchronises or self not in MODELS:
+            return
+        if self._ending != torch._C._current_graph_task_id():
+            self._expect_end()
+        if self._goes_to_parameters():
+            self._begin_backward()
+
+    def _goes_to_parameters(self) -> bool:
+        """Whether this pass makes gradients of parameters: one for torch.autograd.grad(loss, input) does not."""
+        try:
+            return any(map(torch._C._will_engine_execute_node, self._ends))
+        except RuntimeError:
+            return False  # torch.autograd.grad(loss, parameter) keeps what it gets
+
+    def _expect_end(self) -> None:
+        self._ending = torch._C._current_graph_task_id()
+        Variable._execution_engine.queue_callback(self._end_pass)
+
+    def _end_pass(self) -> None:
+        self._ending = None
+        if self._in_backward:
+            self._finish_backward()
 
     @_or_abort
     def _on_gradient(self, parameter: nn.Parameter) -> None:
@@ -333,7 +394,11 @@ class DistributedDataParallel(nn.Module):
         gradient = parameter.grad
         if gradient is not None and gradient.layout != torch.strided:
             raise TypeError(f"the gradient of '{self._names[parameter]}' is sparse: expected a dense one (sparse=False)")
+        self._used.add(parameter)
         if not self._synchronises:
+            factored = self._factored_of.get(parameter)
+            if factored is not None:
+                factored.note_gradient(parameter)
             return
         unit = self._unit_of[parameter]
         if unit.fc is not None:
@@ -344,7 +409,10 @@ class DistributedDataParallel(nn.Module):
                 )
             return
         if parameter in unit.ready:
-            return
+            raise RuntimeError(
+                f"'{self._names[parameter]}' got a second gradient in one backward, after the first was sent. With "
+                "torch.utils.checkpoint, pass use_reentrant=False"
+            )
         unit.ready.add(parameter)
         unit.missing -= 1
         if unit.missing == 0:
@@ -388,10 +456,13 @@ class DistributedDataParallel(nn.Module):
         self._in_backward = False
         assert self._session is not None
         self._send_the_rest()
-        if self._update == "server":
-            return
-        self.synchronize()
-        self._deliver()
+        for factored in self._leaving:
+            unpatch(factored)
+        self._leaving = []
+        if self._update == "worker":
+            self.synchronize()
+            self._deliver()
+        self._used = set()
 
     def _send_the_rest(self) -> None:
         """Sends what backward did not reach."""
@@ -412,7 +483,8 @@ class DistributedDataParallel(nn.Module):
                 raise self._unused([self._names[p] for p in unit.parameters if p not in unit.ready])
             self._send(unit)
         if self._usage_unit is not None:
-            usage = torch.tensor([float(p in self._unit_of[p].ready) for p in self._trainable.values()])
+            ready = [p in self._used or p in self._unit_of[p].ready for p in self._trainable.values()]
+            usage = torch.tensor(ready, dtype=torch.float32)
             self._usage_unit.result = usage
             self._usage_unit.in_flight = True
             self._session.send(self._usage_unit.index, memory(usage))
@@ -441,8 +513,9 @@ class DistributedDataParallel(nn.Module):
             if unit.result is not unit.stage:
                 continue
             for p, part in unit.slices(unit.result):
-                if used is not None and p not in used:
-                    continue  # nobody used it: its gradient stays as it was
+                # Nobody used it, or it was frozen after wrapping: its gradient stays as it was.
+                if (used is not None and p not in used) or not p.requires_grad:
+                    continue
                 if unit.fc is None or p.dtype != part.dtype or p.device != part.device:
                     part = part.to(p.device, p.dtype, copy=True)
                 if p.grad is None:
@@ -461,7 +534,7 @@ class DistributedDataParallel(nn.Module):
                 'update="server" needs a rule for the shards: make a poseidon.torch.SGD, Adam or AdamW from '
                 "model.parameters() before the first backward"
             )
-        rows = {factored.name: factored.rows for factored in self._factored}
+        rows = {f.name: f.rows for f in self._factored if not is_hooked(f.linear, own=1)}
         self._sessions_started += 1
         topic = f"rows of model {self._number}, {self._sessions_started}"
         all_rows = [json.loads(r) for r in Job.get().gather(topic, json.dumps(rows))]
@@ -486,8 +559,7 @@ class DistributedDataParallel(nn.Module):
             self._units.append(self._usage_unit)
         for factored in self._factored:
             if factored.unit is None:
-                factored.fold()
-                unpatch(factored)
+                self._leave(factored)
         self._factored = [factored for factored in self._factored if factored.unit is not None]
         layers = []
         for index, unit in enumerate(self._units):
@@ -496,7 +568,7 @@ class DistributedDataParallel(nn.Module):
             self._unit_of.update({p: unit for p in unit.parameters})
         setup: Dict[str, Any] = {}
         if self._rule is not None:
-            setup.update(optimizer=self._rule.text(), learning_rate=self._rule.rate())
+            setup.update(optimizer=self._rule.settle(), learning_rate=self._rule.rate())
         self._session = Job.open(
             layers,
             deterministic=self._deterministic,

@@ -13,7 +13,7 @@ class Rule(torch.optim.Optimizer):
 
     Each shard keeps the rule's state of its part of the parameters only. The step is taken when the
     gradients meet there, during ``backward``, at the learning rate of that moment; ``step()`` is left for
-    the loop to look as it does, and for schedulers, which work as with any optimizer.
+    the loop to look as it does, and for schedulers of the learning rate, which work as with any optimizer.
 
     ``state_dict`` and ``load_state_dict`` have torch's format and meaning: what one of them saved, torch's
     optimizer of the same name can load, and the other way round. Every worker calls them.
@@ -31,12 +31,27 @@ class Rule(torch.optim.Optimizer):
             )
         # Steps, and by vector and parameter, what was loaded and is not on the shards yet.
         self._loaded: Optional[Tuple[int, List[List[Optional[Tensor]]]]] = None
+        # The rule as the shards have it.
+        self._settled = ""
         self._owner = self._find_owner()
         self._owner._set_rule(self)
 
     def text(self) -> str:
         """The rule as the shards read it."""
         raise NotImplementedError
+
+    def settle(self) -> str:
+        """The rule as the shards read it, and will have it from now on."""
+        self._settled = self.text()
+        return self._settled
+
+    def check(self) -> None:
+        """The shards are told the learning rate of every step, and nothing else."""
+        if self.text() != self._settled:
+            raise RuntimeError(
+                f"the shards step by '{self._settled}', and now the optimizer is '{self.text()}': only the learning rate may "
+                'change while update="server" trains (OneCycleLR and CyclicLR: cycle_momentum=False)'
+            )
 
     def rate(self) -> float:
         return float(self.param_groups[0]["lr"])
@@ -77,6 +92,10 @@ class Rule(torch.optim.Optimizer):
             steps = max(counted) if counted else int(group.get("steps") or 1)
             self._loaded = steps, [[entry[name] if entry else None for entry in entries] for name in self.vectors()]
         self._owner._restart()
+
+    def keep(self) -> None:
+        """Fetches the shards' state, for those that follow."""
+        self._loaded = self._collect()
 
     def _collect(self) -> Tuple[int, List[List[Optional[Tensor]]]]:
         """Steps taken and, by vector, each parameter's part of it, from all shards."""
