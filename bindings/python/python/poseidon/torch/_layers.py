@@ -307,7 +307,7 @@ def factorable(module: nn.Module) -> List[nn.Linear]:
         and (m.bias is None or owners.get(id(m.bias)) == 1)
         # Somebody wants to see or change the gradient itself.
         and not any(p._backward_hooks for p in m.parameters(recurse=False))
-        and getattr(m.__dict__.get("forward"), "__name__", "factor_forward") == "factor_forward"
+        and ("forward" not in m.__dict__ or is_patch(m.forward))
     ]
 
 
@@ -319,7 +319,7 @@ def patch(factored: Factored) -> None:
     # A compiled graph cannot hand out factors: it ends before this layer and goes on behind it.
     @torch.compiler.disable
     def factor_forward(self: nn.Linear, source: Tensor) -> Tensor:
-        # A copy of the layer is bound to this, too, and has weights of its own.
+        # A shallow copy of the layer's attributes is bound to this, too, and may have other weights.
         if self is not factored.linear or not torch.is_grad_enabled() or not self.weight.requires_grad:
             return F.linear(source, self.weight, self.bias)
         factored.inside += 1
@@ -330,6 +330,10 @@ def patch(factored: Factored) -> None:
 
     linear = factored.linear
     linear.forward = types.MethodType(factor_forward, linear)  # type: ignore[method-assign]
+
+
+def is_patch(value: Any) -> bool:
+    return getattr(value, "__name__", "") == "factor_forward"
 
 
 def unpatch(factored: Factored) -> None:

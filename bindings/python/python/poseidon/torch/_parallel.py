@@ -3,13 +3,14 @@
 import contextlib
 import functools
 import json
-from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Set, Tuple
+from typing import Any, Callable, Dict, Iterable, Iterator, List, Optional, Sequence, Set, Tuple
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 
 from poseidon import _native
+from poseidon.torch._hooks import Hooks
 from poseidon.torch._job import Job, add_up, broadcast, memory, rank, world_size
 from poseidon.torch._join import Join
 from poseidon.torch._layers import (
@@ -127,12 +128,14 @@ class DistributedDataParallel(nn.Module):
         # A worker alone has nothing to synchronise, and nothing to pay for it.
         self._is_alone = world_size() == 1 and update == "worker"
         self._factored: List[Factored] = []
+        self._hooks = Hooks(self._settle)
         if not self._is_alone:
             self._factored = [Factored(self, linear, self._names[linear.weight]) for linear in factorable(module)]
             for factored in self._factored:
                 patch(factored)
+                self._hooks.hide_on(factored.linear)
             for parameter in self._trainable.values():
-                parameter.register_post_accumulate_grad_hook(self._on_gradient)
+                self._hooks.on_gradient(parameter, self._on_gradient)
         if update == "server":
             self._await_in_forward()
         MODELS.append(self)
@@ -263,27 +266,32 @@ class DistributedDataParallel(nn.Module):
 
     def _await_in_forward(self) -> None:
         """With update="server": a module's parameters are awaited when its forward begins."""
-
-        @torch.compiler.disable
-        def await_own(module: nn.Module, _: Any) -> None:
-            for p in module.parameters(recurse=False):
-                self._entered.add(p)
-                unit = self._unit_of.get(p)
-                if unit is not None:
-                    self._await(unit)
-
-        @torch.compiler.disable
-        def await_early(*_: Any) -> None:
-            for p in self._used_early:
-                unit = self._unit_of.get(p)
-                if unit is not None:
-                    self._await(unit)
-
         for m in self.module.modules():
             if next(m.parameters(recurse=False), None) is not None:
-                m.register_forward_pre_hook(await_own)
-        self.module.register_forward_pre_hook(await_early)
-        self.module.register_state_dict_pre_hook(lambda *_: self.synchronize())
+                self._hooks.before_forward(m, self._enter)
+        self._hooks.before_forward(self.module, self._await_early)
+        self._hooks.before_state_dict(self.module, self._await_all)
+
+    def _enter(self, module: nn.Module, _: Any) -> None:
+        self._entered.update(module.parameters(recurse=False))
+        self._settle(module)
+
+    def _await_early(self, *_: Any) -> None:
+        self._await_those(self._used_early)
+
+    def _await_all(self, *_: Any) -> None:
+        self.synchronize()
+
+    def _settle(self, module: nn.Module) -> None:
+        """With update="server": a module's own parameters are the new ones."""
+        if self._update == "server":
+            self._await_those(module.parameters(recurse=False))
+
+    def _await_those(self, parameters: Iterable[nn.Parameter]) -> None:
+        for p in parameters:
+            unit = self._unit_of.get(p)
+            if unit is not None:
+                self._await(unit)
 
     def _await(self, unit: Unit) -> None:
         if not unit.in_flight:
