@@ -2,6 +2,7 @@
 
 import copy
 import io
+import os
 
 import pytest
 import torch
@@ -78,3 +79,93 @@ def test_a_copy_of_a_module_is_a_plain_module(update):
     first, second = run(copies_of_modules, 2, update=update)
     for mine, theirs in zip(first, second):
         assert torch.equal(mine, theirs)
+
+
+def wrapped_again(update):
+    import poseidon.torch as psd
+
+    psd.init()
+    rank, values = psd.rank(), []
+    # Who still holds the first wrapper is not the same everywhere.
+    for holders in ((), (0,), (0, 1)):
+        torch.manual_seed(rank)
+        net = small()
+        net[0].requires_grad_(False)
+        model, optimizer = wrapped(psd, net, update, scheme="sfb")
+        step(model, optimizer, rank)
+        before = model if rank in holders else None
+        del model, optimizer  # with update="server" parameters are still on their way
+        net.requires_grad_(True)
+        model, optimizer = wrapped(psd, net, update, scheme="sfb")
+        for s in range(2):
+            step(model, optimizer, 10 * s + rank)
+        if before is not None:
+            with pytest.raises(RuntimeError, match="wrapped again"):
+                before(torch.ones(1, 20))
+        model.synchronize()
+        assert [row[0] for row in model.sessions_plan()] == ["0.weight", "2.0.weight"]
+        values.extend(p.detach().clone() for p in net.parameters())
+    psd.shutdown()
+    return values
+
+
+@pytest.mark.parametrize("update", UPDATES)
+def test_a_module_is_wrapped_again_when_it_is_unfrozen(update):
+    first, second = run(wrapped_again, 2, update=update)
+    for mine, theirs in zip(first, second):
+        assert torch.equal(mine, theirs)
+
+
+def let_go(how):
+    import poseidon.torch as psd
+
+    psd.init()
+    rank = psd.rank()
+    for update in UPDATES:
+        net = small()
+        model, optimizer = wrapped(psd, net, update, scheme="sfb")
+        step(model, optimizer, rank)
+        loss = model(torch.ones(1 + rank, 20)).sum()
+        if how == "close":
+            model.close()
+            with pytest.raises(RuntimeError, match="closed"):
+                model(torch.ones(1, 20))
+        del model, optimizer
+        assert_plain(net)
+        # Its gradients are this worker's own now, of graphs from before as well.
+        net.zero_grad()
+        loss.backward()
+        local = [p.grad.clone() for p in net.parameters()]
+        net.zero_grad()
+        net(torch.ones(1 + rank, 20)).sum().backward()
+        for mine, p in zip(local, net.parameters()):
+            torch.testing.assert_close(mine, p.grad)
+    psd.shutdown()
+
+
+@pytest.mark.parametrize("how", ["close", "delete"])
+def test_a_module_without_its_wrapper_is_plain(how):
+    run(let_go, 2, how=how)
+
+
+def many_models():
+    import poseidon.torch as psd
+
+    psd.init()
+    kept, threads = [], []
+    for number in range(12):
+        model, optimizer = wrapped(psd, small(), UPDATES[number % 2])
+        step(model, optimizer, psd.rank())
+        if number == 5 and psd.rank() == 1:
+            kept.append(model)
+        threads.append(len(os.listdir("/proc/self/task")))
+    psd.shutdown()
+    return threads
+
+
+def test_deleted_models_leave_nothing_behind():
+    for threads in run(many_models, 2):
+        # A model has several threads of its own; one of them is kept, and one is to be ended by the next.
+        each = threads[1] - threads[0]
+        assert each >= 2
+        assert threads[-1] < threads[1] + 3 * each

@@ -11,7 +11,7 @@ from poseidon.torch._layers import is_patch
 
 
 class Hooks:
-    """None of it keeps the wrapper alive, and a module that is copied or pickled has none of it.
+    """None of it keeps the wrapper alive, all of it comes off, and a module that is copied or pickled has none of it.
 
     ``settle`` is called with a module before it is copied.
     """
@@ -20,6 +20,7 @@ class Hooks:
         self._settle = _weakly(settle)
         self._handles: List[Any] = []
         self._ids: Set[int] = set()
+        self._hidden_on: List[nn.Module] = []
 
     def on_gradient(self, parameter: nn.Parameter, method: Callable[..., None]) -> None:
         self._keep(parameter.register_post_accumulate_grad_hook(_weakly(method)))
@@ -35,6 +36,13 @@ class Hooks:
     def hide_on(self, module: nn.Module) -> None:
         """Copies of ``module`` are plain modules: deepcopy and pickle look for this method on the object, too."""
         module.__getstate__ = functools.partial(self._plain_state, module)  # type: ignore[assignment]
+        self._hidden_on.append(module)
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        for module in self._hidden_on:
+            module.__dict__.pop("__getstate__", None)
 
     def _keep(self, handle: Any) -> None:
         self._handles.append(handle)

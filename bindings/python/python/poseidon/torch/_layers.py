@@ -1,6 +1,7 @@
 """What of a model is synchronised as one, and Linear layers that hand out their factors."""
 
 import types
+import weakref
 from typing import Any, Dict, Iterator, List, Optional, Set, Tuple
 
 import torch
@@ -158,7 +159,8 @@ class Factored:
     """A Linear layer that may go by factors: what its calls have left for the next synchronisation."""
 
     def __init__(self, owner: Any, linear: nn.Linear, name: str):
-        self.owner = owner
+        # Not kept alive by its layers: a model that is deleted ends then, not when garbage is collected.
+        self.owner = weakref.proxy(owner)
         self.linear = linear
         self.name = name
         self.unit: Optional[Unit] = None
@@ -175,6 +177,8 @@ class Factored:
 
     def take(self, u: Tensor, v: Tensor) -> bool:
         """The factors of one call. False if the plan wants the gradient itself."""
+        if self.is_out:
+            return False
         owner = self.owner
         owner._begin_backward()
         self.calls -= 1

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import json
+import weakref
 from typing import Any, Callable, Dict, Iterable, Iterator, List, Optional, Sequence, Set, Tuple
 
 import torch
@@ -23,8 +24,9 @@ from poseidon.torch._layers import (
     units_of,
     unpatch,
 )
+from poseidon.torch._parts import Part
 
-MODELS: List["DistributedDataParallel"] = []
+MODELS: "weakref.WeakSet[DistributedDataParallel]" = weakref.WeakSet()
 
 
 def _or_abort(method: Callable[..., None]) -> Callable[..., None]:
@@ -121,25 +123,12 @@ class DistributedDataParallel(nn.Module):
         self._used_early: Set[nn.Parameter] = set()
         self._entered: Set[nn.Parameter] = set()
         self._watched = False
-        Job.get()
-        Job.models += 1
-        self._number = Job.models
-        broadcast(_tensors(module))
-        # A worker alone has nothing to synchronise, and nothing to pay for it.
-        self._is_alone = world_size() == 1 and update == "worker"
         self._factored: List[Factored] = []
         self._hooks = Hooks(self._settle)
-        if not self._is_alone:
-            self._factored = [Factored(self, linear, self._names[linear.weight]) for linear in factorable(module)]
-            for factored in self._factored:
-                patch(factored)
-                self._hooks.hide_on(factored.linear)
-            for parameter in self._trainable.values():
-                self._hooks.on_gradient(parameter, self._on_gradient)
-        if update == "server":
-            self._await_in_forward()
-        MODELS.append(self)
-        Job.closers.append(self._close)
+        self._take_part()
+
+    def __del__(self) -> None:
+        self._let_go()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
@@ -187,6 +176,14 @@ class DistributedDataParallel(nn.Module):
         finally:
             self._join = None
 
+    def close(self) -> None:
+        """Ends synchronisation; the module is as if it had never been wrapped. Every worker calls it.
+
+        A model that is deleted, or whose module is wrapped again, does as much, but for its connections, threads and
+        memory: they are given back when every worker's is gone and another model is wrapped.
+        """
+        self._close()
+
     def synchronize(self) -> None:
         """Waits for everything that is in flight: gradients are means, parameters are the new ones."""
         for unit in self._units:
@@ -226,10 +223,10 @@ class DistributedDataParallel(nn.Module):
 
     @torch.compiler.disable
     def _begin_forward(self) -> None:
-        if self not in MODELS:
-            raise RuntimeError("this model took part in a job that has ended, or failed earlier")
+        if not self._is_open:
+            raise RuntimeError("this model was closed or failed earlier, its module was wrapped again, or the job has ended")
         if self._in_backward and torch._C._current_graph_task_id() == -1:
-            why = f"worker {rank()}: the last backward pass ended with an error, and not all of its gradients were sent"
+            why = self._torn()
             self._close(because=why)
             raise RuntimeError(why)
         self._entered = set()
@@ -559,18 +556,63 @@ class DistributedDataParallel(nn.Module):
         _share(session, flat, tensors, root)
         session.finish()
 
-    def _close(self, because: Optional[str] = None) -> None:
-        if self not in MODELS:
+    # The job.
+
+    # As long as its hooks are on its module.
+    _is_open = False
+
+    def _take_part(self) -> None:
+        """Synchronises from now on, together with the other workers' models."""
+        Job.get()
+        for model in list(MODELS):
+            if not self._names.keys().isdisjoint(model._names):
+                model._let_go()
+        Job.models += 1
+        self._number = Job.models
+        Part.close_those_left(self._number)
+        broadcast(_tensors(self.module))
+        # A worker alone has nothing to synchronise, and nothing to pay for it.
+        self._is_alone = world_size() == 1 and self._update == "worker"
+        if not self._is_alone:
+            self._factored = [Factored(self, m, self._names[m.weight]) for m in factorable(self.module)]
+            for factored in self._factored:
+                patch(factored)
+                self._hooks.hide_on(factored.linear)
+            for parameter in self._trainable.values():
+                self._hooks.on_gradient(parameter, self._on_gradient)
+        if self._update == "server":
+            self._await_in_forward()
+        MODELS.add(self)
+        self._part = Part(self, self._number)
+        self._is_open = True
+
+    def _let_go(self) -> None:
+        """The other workers may still have theirs: nobody is waited for."""
+        if self._is_open and self._in_backward:
+            self._close(because=self._torn())
+        self._leave()
+
+    def _leave(self, waits: bool = True) -> None:
+        """Takes the hooks off and leaves the sessions to be ended, if that is not done yet."""
+        if not self._is_open:
             return
-        if because is None:
+        if waits:
             self.synchronize()
-        MODELS.remove(self)
-        Job.closers.remove(self._close)
-        sessions = (self._session, self._buffer_session)
+        self._is_open = False
+        MODELS.discard(self)
+        self._hooks.remove()
+        for factored in self._factored:
+            unpatch(factored)
+        self._factored = []
+        self._part.leave([s for s in (self._session, self._buffer_session) if s is not None])
         self._session = self._buffer_session = None
-        for session in sessions:
-            if session is not None:
-                session.finish() if because is None else session.abort(because)
+
+    def _close(self, because: Optional[str] = None) -> None:
+        if self._is_open:
+            self._part.close(because)
+
+    def _torn(self) -> str:
+        return f"worker {rank()}: the last backward pass ended with an error, and not all of its gradients were sent"
 
 
 def _share(session: _native.Session, flat: Tensor, tensors: Sequence[Tensor], root: int) -> None:

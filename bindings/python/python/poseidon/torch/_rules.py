@@ -1,5 +1,6 @@
 """Optimizers whose steps the shards take, in torch's terms."""
 
+import weakref
 from typing import Any, Dict, List, Optional, Tuple
 
 import torch
@@ -31,7 +32,8 @@ class Rule(torch.optim.Optimizer):
             )
         # Steps, and by vector and parameter, what was loaded and is not on the shards yet.
         self._loaded: Optional[Tuple[int, List[List[Optional[Tensor]]]]] = None
-        self._owner = self._find_owner()
+        # The model keeps its rule, not the other way round.
+        self._owner = weakref.proxy(self._find_owner())
         self._owner._set_rule(self)
 
     def text(self) -> str:
