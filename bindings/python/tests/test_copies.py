@@ -169,3 +169,86 @@ def test_deleted_models_leave_nothing_behind():
         each = threads[1] - threads[0]
         assert each >= 2
         assert threads[-1] < threads[1] + 3 * each
+
+
+def copies_of_models(update):
+    import poseidon.torch as psd
+
+    psd.init()
+    rank = psd.rank()
+    torch.manual_seed(rank)
+    module = nn.Sequential(small(), nn.BatchNorm1d(10))
+    model, optimizer = wrapped(psd, module, update, scheme="sfb", find_unused_parameters=update == "worker")
+    model.label = "mine"
+    step(model, optimizer, rank)
+    average = torch.optim.swa_utils.AveragedModel(model)
+    twin = copy.deepcopy(model)
+    step(model, optimizer, 10 + rank)
+    model.synchronize()
+    average.update_parameters(model)
+    file = io.BytesIO()
+    if rank == 0:  # copies that are only looked at are nobody else's business
+        torch.save(model, file)
+        file.seek(0)
+        loaded = torch.load(file, weights_only=False).requires_grad_(False)
+        for mine, theirs in zip(loaded.parameters(), model.parameters()):
+            assert torch.equal(mine, theirs)
+        with torch.no_grad():
+            loaded.eval()(torch.ones(2, 20)), average.eval()(torch.ones(2, 20))
+    # The copy trains apart from the model, in the same way.
+    assert twin.label == "mine" and twin.find_unused_parameters == model.find_unused_parameters
+    if rank == 1:
+        with torch.no_grad():
+            twin.module[0][0].weight.zero_()  # as rank 0 begins, so do all
+    optimizers = optimizer, (psd if update == "server" else torch.optim).SGD(twin.parameters(), lr=0.1)
+    for s in range(3):
+        for net, stepper in zip((model, twin), optimizers):
+            step(net, stepper, 20 + 10 * s + rank)
+    assert {row[2] for row in twin.sessions_plan()} == {row[2] for row in model.sessions_plan()}
+    for net in (model, twin):
+        net.synchronize()
+    values = [p.detach().clone() for net in (model, twin, average) for p in net.parameters()]
+    psd.shutdown()
+    return values
+
+
+@pytest.mark.parametrize("update", UPDATES)
+def test_a_copy_of_a_model_is_a_model_of_its_own(update):
+    first, second = run(copies_of_models, 2, update=update)
+    third = len(first) // 3
+    for mine, theirs in zip(first, second):
+        assert torch.equal(mine, theirs)
+    for trained, apart in zip(first[:third], first[third : 2 * third]):
+        assert not torch.equal(trained, apart)
+
+
+def arguments():
+    import poseidon.torch as psd
+
+    psd.init()
+    torch.distributed.init_process_group("gloo")
+    everybody = torch.distributed.new_group([0, 1])
+    alone = torch.distributed.new_group([psd.rank()], use_local_synchronization=True)
+    net = small()
+    for taken in (dict(dim=0, init_sync=True, check_reduction=False, mixed_precision=None), dict(process_group=everybody)):
+        psd.DistributedDataParallel(net, **taken)
+    with pytest.raises(ValueError, match="process_group has 1 workers"):
+        psd.DistributedDataParallel(net, process_group=alone)
+    with pytest.raises(ValueError, match="torch.autocast"):
+        psd.DistributedDataParallel(net, mixed_precision=object())
+    model = psd.DistributedDataParallel(net, update="server")
+    for rule in (psd.SGD, psd.Adam, psd.AdamW):
+        rule(model.parameters(), lr=0.1, foreach=True, fused=None)
+        for setting in (dict(lr=-1), dict(lr=float("nan")), dict(weight_decay=-0.1)):
+            with pytest.raises(ValueError, match="expected 0 or more"):
+                rule(model.parameters(), **setting)
+    with pytest.raises(ValueError, match="nesterov"):
+        psd.SGD(model.parameters(), nesterov=True)
+    with pytest.raises(ValueError, match="betas"):
+        psd.Adam(model.parameters(), betas=(0.9, 1.0))
+    torch.distributed.destroy_process_group()
+    psd.shutdown()
+
+
+def test_arguments_of_torchs_wrapper_and_optimizers():
+    run(arguments, 2)

@@ -58,8 +58,9 @@ class DistributedDataParallel(nn.Module):
     * ``batch``: how many rows (samples, or samples times sequence length) a Linear layer sees between
       two synchronisations; worth saying if most steps are larger than the first, by which the plan is made.
     * ``deterministic``: gradients are added in rank order, so that a run repeats bit by bit.
-    * ``device_ids``, ``output_device``, ``bucket_cap_mb``, ``gradient_as_bucket_view``, ``static_graph``: taken
-      so that calls of torch's work as they are; without effect.
+    * ``device_ids``, ``output_device``, ``bucket_cap_mb``, ``gradient_as_bucket_view``, ``static_graph``, ``dim``,
+      ``init_sync``, ``check_reduction``: taken so that calls of torch's work as they are; without effect.
+      ``process_group`` may be one of all workers; ``mixed_precision`` is refused.
 
     During ``no_sync``, Linear layers that go by factors keep those instead of a gradient: their
     ``weight.grad`` is complete after the next synchronised backward.
@@ -83,12 +84,24 @@ class DistributedDataParallel(nn.Module):
         bucket_cap_mb: Optional[float] = None,
         gradient_as_bucket_view: bool = False,
         static_graph: bool = False,
+        dim: int = 0,
+        init_sync: bool = True,
+        check_reduction: bool = False,
+        process_group: Any = None,
+        mixed_precision: Any = None,
     ):
         super().__init__()
         if update not in ("worker", "server"):
             raise ValueError(f"update={update!r}: expected 'worker' or 'server'")
         if update == "server" and find_unused_parameters:
             raise ValueError('update="server" steps every parameter: find_unused_parameters needs update="worker"')
+        if mixed_precision is not None:
+            raise ValueError("mixed_precision is not there: use torch.autocast, or parameters in bfloat16 or float16")
+        if process_group is not None and process_group.size() != world_size():
+            raise ValueError(
+                f"process_group has {process_group.size()} workers: expected None or one of all {world_size()}, "
+                "which every model is synchronised among"
+            )
         self.module = module
         self.broadcast_buffers = broadcast_buffers
         self.find_unused_parameters = find_unused_parameters
@@ -96,18 +109,13 @@ class DistributedDataParallel(nn.Module):
         self._scheme = scheme
         self._batch = batch
         self._deterministic = deterministic
-        self._trainable: Dict[str, nn.Parameter] = {
-            name: p for name, p in module.named_parameters() if p.requires_grad
-        }
-        if not self._trainable:
-            raise ValueError("no parameter requires a gradient: there is nothing to synchronise")
-        for name, p in self._trainable.items():
-            if p.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-                raise TypeError(f"parameter '{name}' is {p.dtype}: expected float32, bfloat16 or float16")
-            if p.is_sparse:
-                raise TypeError(f"parameter '{name}' is sparse: expected a dense one")
-        self._names = {p: name for name, p in self._trainable.items()}
-        self._kinds = {p: (p.dtype, p.device) for p in self._trainable.values()}
+        self._begin()
+        self._take_part()
+
+    def _begin(self) -> None:
+        """What no copy has in common with its model."""
+        kept = set(self.__dict__)
+        self._find_parameters()
         self._rule: Any = None
         self._session: Optional[_native.Session] = None
         self._buffer_session: Optional[_native.Session] = None
@@ -125,10 +133,26 @@ class DistributedDataParallel(nn.Module):
         self._watched = False
         self._factored: List[Factored] = []
         self._hooks = Hooks(self._settle)
-        self._take_part()
+        self._part: Optional[Part] = None
+        # As long as its hooks are on its module.
+        self._is_open = False
+        self._is_alone = False
+        self._number = self._sessions_started = 0
+        self._own = {*self.__dict__, "_own"} - kept
+
+    def __getstate__(self) -> Dict[str, Any]:
+        """A copy has the module and the settings, and takes part in the job from its first forward in training on."""
+        self.synchronize()
+        return {name: value for name, value in self.__dict__.items() if name not in self._own}
+
+    def __setstate__(self, state: Dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._begin()
+        MODELS.add(self)
 
     def __del__(self) -> None:
-        self._let_go()
+        if "_part" in self.__dict__:  # which it is not if the constructor has refused its arguments
+            self._let_go()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
@@ -159,6 +183,8 @@ class DistributedDataParallel(nn.Module):
         As torch's: they contribute nothing while the others train on, and end with the same model.
         ``divide_by_initial_world_size=False`` takes means over the workers that still train.
         """
+        if enable and self._part is None:
+            self._take_part()
         if not enable or self._is_alone:
             yield
             return
@@ -223,6 +249,8 @@ class DistributedDataParallel(nn.Module):
 
     @torch.compiler.disable
     def _begin_forward(self) -> None:
+        if self._part is None:
+            self._take_part()
         if not self._is_open:
             raise RuntimeError("this model was closed or failed earlier, its module was wrapped again, or the job has ended")
         if self._in_backward and torch._C._current_graph_task_id() == -1:
@@ -517,8 +545,6 @@ class DistributedDataParallel(nn.Module):
                 unit.note_versions()
             self._rule._restore()
 
-    _sessions_started = 0
-
     def _set_rule(self, rule: Any) -> None:
         if self._session is not None:
             raise RuntimeError("the shards have their rule already: make the optimizer before the first backward")
@@ -558,12 +584,23 @@ class DistributedDataParallel(nn.Module):
 
     # The job.
 
-    # As long as its hooks are on its module.
-    _is_open = False
+    def _find_parameters(self) -> None:
+        self._trainable: Dict[str, nn.Parameter] = {
+            name: p for name, p in self.module.named_parameters() if p.requires_grad
+        }
+        self._names = {p: name for name, p in self._trainable.items()}
+        self._kinds = {p: (p.dtype, p.device) for p in self._trainable.values()}
 
     def _take_part(self) -> None:
         """Synchronises from now on, together with the other workers' models."""
-        Job.get()
+        self._find_parameters()
+        if not self._trainable:
+            raise ValueError("no parameter requires a gradient: there is nothing to synchronise")
+        for name, p in self._trainable.items():
+            if p.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+                raise TypeError(f"parameter '{name}' is {p.dtype}: expected float32, bfloat16 or float16")
+            if p.is_sparse:
+                raise TypeError(f"parameter '{name}' is sparse: expected a dense one")
         for model in list(MODELS):
             if not self._names.keys().isdisjoint(model._names):
                 model._let_go()
@@ -604,11 +641,12 @@ class DistributedDataParallel(nn.Module):
         for factored in self._factored:
             unpatch(factored)
         self._factored = []
+        assert self._part is not None
         self._part.leave([s for s in (self._session, self._buffer_session) if s is not None])
         self._session = self._buffer_session = None
 
     def _close(self, because: Optional[str] = None) -> None:
-        if self._is_open:
+        if self._is_open and self._part is not None:
             self._part.close(because)
 
     def _torn(self) -> str:

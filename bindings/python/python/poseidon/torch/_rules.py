@@ -16,6 +16,8 @@ class Rule(torch.optim.Optimizer):
     gradients meet there, during ``backward``, at the learning rate of that moment; ``step()`` is left for
     the loop to look as it does, and for schedulers, which work as with any optimizer.
 
+    ``foreach`` and ``fused`` are taken so that calls of torch's work as they are; without effect.
+
     ``state_dict`` and ``load_state_dict`` have torch's format and meaning: what one of them saved, torch's
     optimizer of the same name can load, and the other way round. Every worker calls them.
     """
@@ -30,6 +32,7 @@ class Rule(torch.optim.Optimizer):
                 f"{type(self).__name__} on the shards has one rule for all parameters: expected one group, "
                 f'got {len(self.param_groups)}; use update="worker" and torch.optim for more'
             )
+        self._check_settings()
         # Steps, and by vector and parameter, what was loaded and is not on the shards yet.
         self._loaded: Optional[Tuple[int, List[List[Optional[Tensor]]]]] = None
         # The model keeps its rule, not the other way round.
@@ -120,6 +123,16 @@ class Rule(torch.optim.Optimizer):
             self._owner._session.restore_rule(unit.index, steps, memories)
         self._loaded = None
 
+    def _check_settings(self) -> None:
+        group = self.param_groups[0]
+        for name in ("lr", "momentum", "weight_decay", "eps"):
+            if not group.get(name, 0.0) >= 0.0:
+                raise ValueError(f"{name}={group[name]}: expected 0 or more")
+        if not all(0.0 <= beta < 1.0 for beta in group.get("betas", ())):
+            raise ValueError(f"betas={group['betas']}: expected 0 or more, and less than 1")
+        if group.get("nesterov") and (group["momentum"] == 0.0 or group["dampening"] != 0.0):
+            raise ValueError("nesterov needs a momentum, and no dampening")
+
     def _parameters(self) -> List[nn.Parameter]:
         return self.param_groups[0]["params"]
 
@@ -166,6 +179,9 @@ class SGD(Rule):
         dampening: float = 0.0,
         weight_decay: float = 0.0,
         nesterov: bool = False,
+        *,
+        foreach: Optional[bool] = None,
+        fused: Optional[bool] = None,
     ):
         defaults = dict(lr=lr, momentum=momentum, dampening=dampening, weight_decay=weight_decay, nesterov=nesterov)
         super().__init__(params, defaults)
@@ -192,6 +208,9 @@ class Adam(Rule):
         betas: Tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 0.0,
+        *,
+        foreach: Optional[bool] = None,
+        fused: Optional[bool] = None,
     ):
         super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
 
@@ -213,5 +232,8 @@ class AdamW(Adam):
         betas: Tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
+        *,
+        foreach: Optional[bool] = None,
+        fused: Optional[bool] = None,
     ):
         super().__init__(params, lr, betas, eps, weight_decay)
