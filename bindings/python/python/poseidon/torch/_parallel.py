@@ -593,6 +593,7 @@ class DistributedDataParallel(nn.Module):
 
     def _take_part(self) -> None:
         """Synchronises from now on, together with the other workers' models."""
+        Job.get()
         self._find_parameters()
         if not self._trainable:
             raise ValueError("no parameter requires a gradient: there is nothing to synchronise")
@@ -624,7 +625,7 @@ class DistributedDataParallel(nn.Module):
         self._is_open = True
 
     def _let_go(self) -> None:
-        """The other workers may still have theirs: nobody is waited for."""
+        """Leaves, though the other workers may still have theirs."""
         if self._is_open and self._in_backward:
             self._close(because=self._torn())
         self._leave()
