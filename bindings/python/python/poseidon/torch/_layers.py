@@ -1,6 +1,7 @@
 """What of a model is synchronised as one, and Linear layers that hand out their factors."""
 
 import types
+import weakref
 from typing import Any, Dict, Iterator, List, Optional, Set, Tuple
 
 import torch
@@ -158,7 +159,8 @@ class Factored:
     """
 
     def __init__(self, owner: Any, linear: nn.Linear, name: str):
-        self.owner = owner
+        # Not kept alive by its layers: a model that is deleted ends then, not when garbage is collected.
+        self.owner = weakref.proxy(owner)
         self.linear = linear
         self.weight = linear.weight
         self.name = name
@@ -182,6 +184,8 @@ class Factored:
 
     def take(self, u: Tensor, v: Tensor, is_last: bool) -> bool:
         """The factors of one call. False if the gradient itself is wanted."""
+        if self.is_out:
+            return False
         owner = self.owner
         owner._begin_backward()
         if self.is_out or (self.unit is None and owner._session is not None):
@@ -370,7 +374,7 @@ def factorable(module: nn.Module) -> List[nn.Linear]:
         if type(m) is nn.Linear and m.weight.requires_grad and owners.get(id(m.weight)) == 1
         and (m.bias is None or owners.get(id(m.bias)) == 1)
         and not is_hooked(m)
-        and getattr(m.__dict__.get("forward"), "__name__", "factor_forward") == "factor_forward"
+        and ("forward" not in m.__dict__ or is_patch(m.forward))
     ]
 
 
@@ -389,7 +393,7 @@ def patch(factored: Factored) -> None:
     # A compiled graph cannot hand out factors: it ends before this layer and goes on behind it.
     @torch.compiler.disable
     def factor_forward(self: nn.Linear, input: Tensor) -> Tensor:
-        # A copy of the layer is bound to this, too, and has weights of its own; so has one that was called with others.
+        # A shallow copy of the layer's attributes is bound to this, too; torch.func.functional_call puts in other weights.
         own = self is factored.linear and self.weight is factored.weight
         if not own or not torch.is_grad_enabled() or not self.weight.requires_grad or _is_transformed():
             return F.linear(input, self.weight, self.bias)
@@ -401,6 +405,10 @@ def patch(factored: Factored) -> None:
 
     linear = factored.linear
     linear.forward = types.MethodType(factor_forward, linear)  # type: ignore[method-assign]
+
+
+def is_patch(value: Any) -> bool:
+    return getattr(value, "__name__", "") == "factor_forward"
 
 
 def unpatch(factored: Factored) -> None:

@@ -3,7 +3,8 @@
 import contextlib
 import functools
 import json
-from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Set, Tuple
+import weakref
+from typing import Any, Callable, Dict, Iterable, Iterator, List, Optional, Sequence, Set, Tuple
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +12,7 @@ from torch.autograd import Variable
 from torch.utils._pytree import tree_leaves
 
 from poseidon import _native
+from poseidon.torch._hooks import Hooks
 from poseidon.torch._job import Job, add_up, broadcast, memory, rank, world_size
 from poseidon.torch._join import Join
 from poseidon.torch._layers import (
@@ -24,8 +26,9 @@ from poseidon.torch._layers import (
     units_of,
     unpatch,
 )
+from poseidon.torch._parts import Part
 
-MODELS: List["DistributedDataParallel"] = []
+MODELS: "weakref.WeakSet[DistributedDataParallel]" = weakref.WeakSet()
 
 
 def _or_abort(method: Callable[..., None]) -> Callable[..., None]:
@@ -57,8 +60,9 @@ class DistributedDataParallel(nn.Module):
     * ``batch``: how many rows (samples, or samples times sequence length) a Linear layer sees between
       two synchronisations; worth saying if most steps are larger than the first, by which the plan is made.
     * ``deterministic``: gradients are added in rank order, so that a run repeats bit by bit.
-    * ``device_ids``, ``output_device``, ``bucket_cap_mb``, ``gradient_as_bucket_view``, ``static_graph``: taken
-      so that calls of torch's work as they are; without effect.
+    * ``device_ids``, ``output_device``, ``bucket_cap_mb``, ``gradient_as_bucket_view``, ``static_graph``, ``dim``,
+      ``init_sync``, ``check_reduction``: taken so that calls of torch's work as they are; without effect.
+      ``process_group`` may be one of all workers; ``mixed_precision`` is refused.
 
     During ``no_sync``, Linear layers that go by factors keep those instead of a gradient: their
     ``weight.grad`` is complete after the next synchronised backward.
@@ -82,12 +86,24 @@ class DistributedDataParallel(nn.Module):
         bucket_cap_mb: Optional[float] = None,
         gradient_as_bucket_view: bool = False,
         static_graph: bool = False,
+        dim: int = 0,
+        init_sync: bool = True,
+        check_reduction: bool = False,
+        process_group: Any = None,
+        mixed_precision: Any = None,
     ):
         super().__init__()
         if update not in ("worker", "server"):
             raise ValueError(f"update={update!r}: expected 'worker' or 'server'")
         if update == "server" and find_unused_parameters:
             raise ValueError('update="server" steps every parameter: find_unused_parameters needs update="worker"')
+        if mixed_precision is not None:
+            raise ValueError("mixed_precision is not there: use torch.autocast, or parameters in bfloat16 or float16")
+        if process_group is not None and process_group.size() != world_size():
+            raise ValueError(
+                f"process_group has {process_group.size()} workers: expected None or one of all {world_size()}, "
+                "which every model is synchronised among"
+            )
         self.module = module
         self.broadcast_buffers = broadcast_buffers
         self.find_unused_parameters = find_unused_parameters
@@ -95,18 +111,13 @@ class DistributedDataParallel(nn.Module):
         self._scheme = scheme
         self._batch = batch
         self._deterministic = deterministic
-        self._trainable: Dict[str, nn.Parameter] = {
-            name: p for name, p in module.named_parameters() if p.requires_grad
-        }
-        if not self._trainable:
-            raise ValueError("no parameter requires a gradient: there is nothing to synchronise")
-        for name, p in self._trainable.items():
-            if p.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-                raise TypeError(f"parameter '{name}' is {p.dtype}: expected float32, bfloat16 or float16")
-            if p.is_sparse:
-                raise TypeError(f"parameter '{name}' is sparse: expected a dense one")
-        self._names = {p: name for name, p in self._trainable.items()}
-        self._kinds = {p: (p.dtype, p.device) for p in self._trainable.values()}
+        self._begin()
+        self._take_part()
+
+    def _begin(self) -> None:
+        """What no copy has in common with its model."""
+        kept = set(self.__dict__)
+        self._find_parameters()
         self._rule: Any = None
         self._session: Optional[_native.Session] = None
         self._buffer_session: Optional[_native.Session] = None
@@ -126,31 +137,34 @@ class DistributedDataParallel(nn.Module):
         self._used: Set[nn.Parameter] = set()
         self._entered: Set[nn.Parameter] = set()
         self._watched = False
-        Job.get()
-        Job.models += 1
-        self._number = Job.models
-        broadcast(_tensors(module))
-        # A worker alone has nothing to synchronise, and nothing to pay for it.
-        self._is_alone = world_size() == 1 and update == "worker"
         self._factored: List[Factored] = []
         # By parameter.
         self._factored_of: Dict[nn.Parameter, Factored] = {}
         # Layers that will not go by factors, patched until no graph under way needs them to be.
         self._leaving: List[Factored] = []
-        if not self._is_alone:
-            self._factored = [Factored(self, linear, self._names[linear.weight]) for linear in factorable(module)]
-            for factored in self._factored:
-                patch(factored)
-                self._factored_of.update({p: factored for p in factored.parameters})
-            for parameter in self._trainable.values():
-                parameter.register_post_accumulate_grad_hook(self._on_gradient)
         # Where a pass that makes gradients of parameters ends.
-        with torch.enable_grad():
-            self._ends = [p.view_as(p).grad_fn.next_functions[0][0] for p in self._trainable.values()]
-        if update == "server":
-            self._await_in_forward()
-        MODELS.append(self)
-        Job.closers.append(self._close)
+        self._ends: List[Any] = []
+        self._hooks = Hooks(self._settle)
+        self._part: Optional[Part] = None
+        # As long as its hooks are on its module.
+        self._is_open = False
+        self._is_alone = False
+        self._number = self._sessions_started = 0
+        self._own = {*self.__dict__, "_own"} - kept
+
+    def __getstate__(self) -> Dict[str, Any]:
+        """A copy has the module and the settings, and takes part in the job from its first forward in training on."""
+        self.synchronize()
+        return {name: value for name, value in self.__dict__.items() if name not in self._own}
+
+    def __setstate__(self, state: Dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._begin()
+        MODELS.add(self)
+
+    def __del__(self) -> None:
+        if "_part" in self.__dict__:  # which it is not if the constructor has refused its arguments
+            self._let_go()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
@@ -186,6 +200,8 @@ class DistributedDataParallel(nn.Module):
         As torch's: they contribute nothing while the others train on, and end with the same model.
         ``divide_by_initial_world_size=False`` takes means over the workers that still train.
         """
+        if enable and self._part is None:
+            self._take_part()
         if not enable or self._is_alone:
             yield
             return
@@ -202,6 +218,14 @@ class DistributedDataParallel(nn.Module):
             raise
         finally:
             self._join = None
+
+    def close(self) -> None:
+        """Ends synchronisation; the module is as if it had never been wrapped. Every worker calls it.
+
+        A model that is deleted, or whose module is wrapped again, does as much, but for its connections, threads and
+        memory: they are given back when every worker's is gone and another model is wrapped.
+        """
+        self._close()
 
     def synchronize(self) -> None:
         """Waits for everything that is in flight: gradients are means, parameters are the new ones."""
@@ -236,10 +260,12 @@ class DistributedDataParallel(nn.Module):
 
     @torch.compiler.disable
     def _begin_forward(self) -> None:
-        if self not in MODELS:
-            raise RuntimeError("this model took part in a job that has ended, or failed earlier")
+        if self._part is None:
+            self._take_part()
+        if not self._is_open:
+            raise RuntimeError("this model was closed or failed earlier, its module was wrapped again, or the job has ended")
         if self._in_backward and torch._C._current_graph_task_id() == -1:
-            why = f"worker {rank()}: the last backward pass ended with an error, and not all of its gradients were sent"
+            why = self._torn()
             self._close(because=why)
             raise RuntimeError(why)
         if torch._C._current_graph_task_id() == -1:
@@ -272,7 +298,7 @@ class DistributedDataParallel(nn.Module):
         self._used_early.update(watch.seen)
         for factored in list(self._factored):
             if factored.linear.weight in watch.seen or factored.linear.bias in watch.seen:
-                self._leave(factored)
+                self._give_up(factored)
                 self._factored.remove(factored)
         return result
 
@@ -283,7 +309,7 @@ class DistributedDataParallel(nn.Module):
             if isinstance(output, Tensor) and output.requires_grad and output.grad_fn is not None:
                 output.register_hook(self._on_output)
 
-    def _leave(self, factored: Factored) -> None:
+    def _give_up(self, factored: Factored) -> None:
         """A layer will not go by factors. What recomputes its forward in this pass still has to find it as it was."""
         factored.is_out = True
         factored.reset()
@@ -291,27 +317,32 @@ class DistributedDataParallel(nn.Module):
 
     def _await_in_forward(self) -> None:
         """With update="server": a module's parameters are awaited when its forward begins."""
-
-        @torch.compiler.disable
-        def await_own(module: nn.Module, _: Any) -> None:
-            for p in module.parameters(recurse=False):
-                self._entered.add(p)
-                unit = self._unit_of.get(p)
-                if unit is not None:
-                    self._await(unit)
-
-        @torch.compiler.disable
-        def await_early(*_: Any) -> None:
-            for p in self._used_early:
-                unit = self._unit_of.get(p)
-                if unit is not None:
-                    self._await(unit)
-
         for m in self.module.modules():
             if next(m.parameters(recurse=False), None) is not None:
-                m.register_forward_pre_hook(await_own)
-        self.module.register_forward_pre_hook(await_early)
-        self.module.register_state_dict_pre_hook(lambda *_: self.synchronize())
+                self._hooks.before_forward(m, self._enter)
+        self._hooks.before_forward(self.module, self._await_early)
+        self._hooks.before_state_dict(self.module, self._await_all)
+
+    def _enter(self, module: nn.Module, _: Any) -> None:
+        self._entered.update(module.parameters(recurse=False))
+        self._settle(module)
+
+    def _await_early(self, *_: Any) -> None:
+        self._await_those(self._used_early)
+
+    def _await_all(self, *_: Any) -> None:
+        self.synchronize()
+
+    def _settle(self, module: nn.Module) -> None:
+        """With update="server": a module's own parameters are the new ones."""
+        if self._update == "server":
+            self._await_those(module.parameters(recurse=False))
+
+    def _await_those(self, parameters: Iterable[nn.Parameter]) -> None:
+        for p in parameters:
+            unit = self._unit_of.get(p)
+            if unit is not None:
+                self._await(unit)
 
     def _await(self, unit: Unit) -> None:
         if not unit.in_flight:
@@ -365,7 +396,7 @@ class DistributedDataParallel(nn.Module):
 
     @_or_abort
     def _on_output(self, _: Tensor) -> None:
-        if not self._synchronises or self not in MODELS:
+        if not self._synchronises or not self._is_open:
             return
         if self._ending != torch._C._current_graph_task_id():
             self._expect_end()
@@ -559,7 +590,7 @@ class DistributedDataParallel(nn.Module):
             self._units.append(self._usage_unit)
         for factored in self._factored:
             if factored.unit is None:
-                self._leave(factored)
+                self._give_up(factored)
         self._factored = [factored for factored in self._factored if factored.unit is not None]
         layers = []
         for index, unit in enumerate(self._units):
@@ -583,8 +614,6 @@ class DistributedDataParallel(nn.Module):
                 # All workers have these values already, and the graph this backward goes through, too.
                 unit.note_versions()
             self._rule._restore()
-
-    _sessions_started = 0
 
     def _set_rule(self, rule: Any) -> None:
         if self._session is not None:
@@ -623,18 +652,79 @@ class DistributedDataParallel(nn.Module):
         _share(session, flat, tensors, root)
         session.finish()
 
-    def _close(self, because: Optional[str] = None) -> None:
-        if self not in MODELS:
+    # The job.
+
+    def _find_parameters(self) -> None:
+        self._trainable: Dict[str, nn.Parameter] = {
+            name: p for name, p in self.module.named_parameters() if p.requires_grad
+        }
+        self._names = {p: name for name, p in self._trainable.items()}
+        self._kinds = {p: (p.dtype, p.device) for p in self._trainable.values()}
+
+    def _take_part(self) -> None:
+        """Synchronises from now on, together with the other workers' models."""
+        Job.get()
+        self._find_parameters()
+        if not self._trainable:
+            raise ValueError("no parameter requires a gradient: there is nothing to synchronise")
+        for name, p in self._trainable.items():
+            if p.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+                raise TypeError(f"parameter '{name}' is {p.dtype}: expected float32, bfloat16 or float16")
+            if p.is_sparse:
+                raise TypeError(f"parameter '{name}' is sparse: expected a dense one")
+        for model in list(MODELS):
+            if not self._names.keys().isdisjoint(model._names):
+                model._let_go()
+        Job.models += 1
+        self._number = Job.models
+        Part.close_those_left(self._number)
+        broadcast(_tensors(self.module))
+        # A worker alone has nothing to synchronise, and nothing to pay for it.
+        self._is_alone = world_size() == 1 and self._update == "worker"
+        if not self._is_alone:
+            self._factored = [Factored(self, m, self._names[m.weight]) for m in factorable(self.module)]
+            for factored in self._factored:
+                patch(factored)
+                self._hooks.hide_on(factored.linear)
+                self._factored_of.update({p: factored for p in factored.parameters})
+            for parameter in self._trainable.values():
+                self._hooks.on_gradient(parameter, self._on_gradient)
+            with torch.enable_grad():
+                self._ends = [p.view_as(p).grad_fn.next_functions[0][0] for p in self._trainable.values()]
+        if self._update == "server":
+            self._await_in_forward()
+        MODELS.add(self)
+        self._part = Part(self, self._number)
+        self._is_open = True
+
+    def _let_go(self) -> None:
+        """Leaves, though the other workers may still have theirs."""
+        if self._is_open and self._in_backward:
+            self._close(because=self._torn())
+        self._leave()
+
+    def _leave(self, waits: bool = True) -> None:
+        """Takes the hooks off and leaves the sessions to be ended, if that is not done yet."""
+        if not self._is_open:
             return
-        if because is None:
+        if waits:
             self.synchronize()
-        MODELS.remove(self)
-        Job.closers.remove(self._close)
-        sessions = (self._session, self._buffer_session)
+        self._is_open = False
+        MODELS.discard(self)
+        self._hooks.remove()
+        for factored in (*self._factored, *self._leaving):
+            unpatch(factored)
+        self._factored, self._leaving = [], []
+        assert self._part is not None
+        self._part.leave([s for s in (self._session, self._buffer_session) if s is not None])
         self._session = self._buffer_session = None
-        for session in sessions:
-            if session is not None:
-                session.finish() if because is None else session.abort(because)
+
+    def _close(self, because: Optional[str] = None) -> None:
+        if self._is_open and self._part is not None:
+            self._part.close(because)
+
+    def _torn(self) -> str:
+        return f"worker {rank()}: the last backward pass ended with an error, and not all of its gradients were sent"
 
 
 def _share(session: _native.Session, flat: Tensor, tensors: Sequence[Tensor], root: int) -> None:

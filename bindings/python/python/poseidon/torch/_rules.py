@@ -1,5 +1,6 @@
 """Optimizers whose steps the shards take, in torch's terms."""
 
+import weakref
 from typing import Any, Dict, List, Optional, Tuple
 
 import torch
@@ -15,6 +16,8 @@ class Rule(torch.optim.Optimizer):
     gradients meet there, during ``backward``, at the learning rate of that moment; ``step()`` is left for
     the loop to look as it does, and for schedulers of the learning rate, which work as with any optimizer.
 
+    ``foreach`` and ``fused`` are taken so that calls of torch's work as they are; without effect.
+
     ``state_dict`` and ``load_state_dict`` have torch's format and meaning: what one of them saved, torch's
     optimizer of the same name can load, and the other way round. Every worker calls them.
     """
@@ -29,11 +32,13 @@ class Rule(torch.optim.Optimizer):
                 f"{type(self).__name__} on the shards has one rule for all parameters: expected one group, "
                 f'got {len(self.param_groups)}; use update="worker" and torch.optim for more'
             )
+        self._check_settings()
         # Steps, and by vector and parameter, what was loaded and is not on the shards yet.
         self._loaded: Optional[Tuple[int, List[List[Optional[Tensor]]]]] = None
         # The rule as the shards have it.
         self._settled = ""
-        self._owner = self._find_owner()
+        # The model keeps its rule, not the other way round.
+        self._owner = weakref.proxy(self._find_owner())
         self._owner._set_rule(self)
 
     def text(self) -> str:
@@ -137,6 +142,16 @@ class Rule(torch.optim.Optimizer):
             self._owner._session.restore_rule(unit.index, steps, memories)
         self._loaded = None
 
+    def _check_settings(self) -> None:
+        group = self.param_groups[0]
+        for name in ("lr", "momentum", "weight_decay", "eps"):
+            if not group.get(name, 0.0) >= 0.0:
+                raise ValueError(f"{name}={group[name]}: expected 0 or more")
+        if not all(0.0 <= beta < 1.0 for beta in group.get("betas", ())):
+            raise ValueError(f"betas={group['betas']}: expected 0 or more, and less than 1")
+        if group.get("nesterov") and (group["momentum"] == 0.0 or group["dampening"] != 0.0):
+            raise ValueError("nesterov needs a momentum, and no dampening")
+
     def _parameters(self) -> List[nn.Parameter]:
         return self.param_groups[0]["params"]
 
@@ -183,6 +198,9 @@ class SGD(Rule):
         dampening: float = 0.0,
         weight_decay: float = 0.0,
         nesterov: bool = False,
+        *,
+        foreach: Optional[bool] = None,
+        fused: Optional[bool] = None,
     ):
         defaults = dict(lr=lr, momentum=momentum, dampening=dampening, weight_decay=weight_decay, nesterov=nesterov)
         super().__init__(params, defaults)
@@ -209,6 +227,9 @@ class Adam(Rule):
         betas: Tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 0.0,
+        *,
+        foreach: Optional[bool] = None,
+        fused: Optional[bool] = None,
     ):
         super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
 
@@ -230,5 +251,8 @@ class AdamW(Adam):
         betas: Tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
+        *,
+        foreach: Optional[bool] = None,
+        fused: Optional[bool] = None,
     ):
         super().__init__(params, lr, betas, eps, weight_decay)
