@@ -134,8 +134,8 @@ impl Group {
         Ok(Work { inner: work.map_err(|error| raise(py, error))? })
     }
 
-    /// Waits for followed operations; returns the names of those that are done, nothing at the end.
-    fn completed(&self, py: Python<'_>) -> Vec<u64> {
+    /// Waits until a followed operation is done and returns its name, to one thread; nothing at the end.
+    fn completed(&self, py: Python<'_>) -> Option<u64> {
         py.detach(|| self.inner.completed())
     }
 

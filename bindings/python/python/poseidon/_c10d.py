@@ -13,6 +13,7 @@ import atexit
 import itertools
 import socket
 import threading
+import time
 import weakref
 from datetime import timedelta
 
@@ -25,6 +26,9 @@ from poseidon._c10d_tensors import Lent, number_of
 
 # How long a process that leaves a group waits for its connections to close.
 LEAVE = 2.0
+# How many threads that settle futures a group keeps when they have nothing to do: one, and another for the next
+# future while that one is busy.
+IDLE = 2
 
 _groups = weakref.WeakSet()
 
@@ -125,7 +129,9 @@ class _Operations:
         # Work whose future somebody holds, and how many of its parts are not done.
         self._followed = {}
         self._lock = threading.Lock()
-        self._reporter = None
+        # Threads that settle futures, and how many of them have nothing to do.
+        self._reporters = set()
+        self._idle = 0
         _groups.add(self)
 
     # What is done with tensors.
@@ -321,38 +327,51 @@ class _Operations:
             pending = sum(part.follow(name) for part in work._parts)
             if pending:
                 self._followed[name] = [work, pending]
-                if self._reporter is None:
-                    self._reporter = threading.Thread(
-                        target=_report, args=(self._group, self._done), name="poseidon-c10d", daemon=True
-                    )
-                    self._reporter.start()
+                if not self._reporters:
+                    self._add_reporter()
                 return
         work._settle()
 
-    def _done(self, name):
+    def _add_reporter(self):
+        self._idle += 1
+        reporter = threading.Thread(target=self._report, name="poseidon-c10d", daemon=True)
+        self._reporters.add(reporter)
+        reporter.start()
+
+    def _report(self):
+        """The body of a thread that settles futures. What waits for a future may wait for another one there, so
+        there is always a thread more than are settling."""
+        while (name := self._group.completed()) is not None:
+            with self._lock:
+                entry = self._followed[name]
+                entry[1] -= 1
+                if entry[1]:
+                    continue
+                del self._followed[name]
+                self._idle -= 1
+                if not self._idle:
+                    self._add_reporter()
+            entry[0]._settle()
+            # Not kept alive until the next one is done.
+            del entry
+            with self._lock:
+                if self._idle >= IDLE:
+                    break
+                self._idle += 1
         with self._lock:
-            entry = self._followed[name]
-            entry[1] -= 1
-            if entry[1]:
-                return
-            del self._followed[name]
-        entry[0]._settle()
+            self._reporters.discard(threading.current_thread())
 
     def leave(self):
         _groups.discard(self)
         self._group.leave(LEAVE)
-        if self._reporter is not None and self._reporter is not threading.current_thread():
-            self._reporter.join(LEAVE)
+        with self._lock:
+            reporters = self._reporters - {threading.current_thread()}
+        deadline = time.monotonic() + LEAVE
+        for reporter in reporters:
+            reporter.join(max(0.0, deadline - time.monotonic()))
 
     def abort(self):
         self._group.abort("the program aborted its process group")
-
-
-def _report(group, done):
-    """The body of the thread that settles futures."""
-    while names := group.completed():
-        for name in names:
-            done(name)
 
 
 def _listed(tensors):

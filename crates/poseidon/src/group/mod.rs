@@ -113,9 +113,9 @@ impl Group {
         Ok(work)
     }
 
-    /// Waits for operations that are [followed](Work::follow) and returns the names of those that are
-    /// done. Empty when the group has stopped. For one thread.
-    pub fn completed(&self) -> Vec<u64> {
+    /// Waits until an operation that is [followed](Work::follow) is done and returns its name, once. None when the
+    /// group has stopped. Any number of threads may wait here: each name goes to one of them.
+    pub fn completed(&self) -> Option<u64> {
         self.wheel.completed()
     }
 

@@ -1,0 +1,75 @@
+"""The backend ``poseidon`` of torch.distributed where programs do the unusual, and where things go wrong."""
+
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from cluster import run
+
+
+def start(backend="poseidon", seconds=30):
+    import poseidon._c10d_register
+
+    poseidon._c10d_register.register()
+    dist.init_process_group(backend, timeout=timedelta(seconds=seconds))
+    return dist.get_rank(), dist.get_world_size()
+
+
+def callbacks_that_wait():
+    """Rank 1 goes on only when rank 0 has asked for the future of what is begun next: none is settled at once."""
+    rank, size = start()
+    sign = torch.zeros(1)
+    if rank == 1:
+        for _ in range(4):
+            dist.recv(sign, 0)
+            dist.all_reduce(torch.ones(3))
+        return
+
+    def future(x):
+        return dist.all_reduce(x, async_op=True).get_future()
+
+    def deeper(done):
+        inner = future(done.value()[0])
+        dist.send(sign, 1)
+        return inner.wait()[0]
+
+    first = future(torch.ones(3)).then(deeper)
+    dist.send(sign, 1)
+    assert torch.equal(first.wait(), torch.full((3,), 3.0))
+    # A future that is older than the callback.
+    third, fourth = future(torch.ones(3)), future(torch.ones(3))
+
+    def waits_for_another(done):
+        dist.send(sign, 1)
+        return fourth.wait()[0]
+
+    then = third.then(waits_for_another)
+    dist.send(sign, 1)
+    assert torch.equal(then.wait(), torch.full((3,), 2.0))
+
+
+def power_sgd():
+    from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power
+
+    start()
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(40, 40), torch.nn.Linear(40, 40))
+    ddp = torch.nn.parallel.DistributedDataParallel(net)
+    state = power.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=2)
+    ddp.register_comm_hook(state, power.powerSGD_hook)
+    stepper = torch.optim.SGD(ddp.parameters(), 0.01)
+    for step in range(5):
+        torch.manual_seed(10 * step + dist.get_rank())
+        stepper.zero_grad()
+        ddp(torch.randn(8, 40)).pow(2).sum().backward()
+        stepper.step()
+    return [p.detach() for p in net.parameters()]
+
+
+def test_a_callback_may_wait_for_another_future():
+    run(callbacks_that_wait, 2, timeout=60)
+
+
+def test_power_sgd_keeps_replicas_equal():
+    first, second = run(power_sgd, 2, timeout=60)
+    assert all(torch.equal(a, b) for a, b in zip(first, second))
