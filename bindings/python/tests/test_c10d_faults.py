@@ -66,6 +66,27 @@ def power_sgd():
     return [p.detach() for p in net.parameters()]
 
 
+def views():
+    rank, size = start()
+    z = torch.tensor([1 + 2j, 3 - 4j]) * (rank + 1)
+    whole = [torch.tensor([1 + 2j, 3 - 4j]) * (r + 1) for r in range(size)]
+    row = lambda like: [torch.zeros_like(like) for _ in range(size)]
+    out = row(z.real)
+    dist.all_gather(out, z.conj().imag)
+    assert all(torch.equal(o, -w.imag) for o, w in zip(out, whole))
+    out = row(z)
+    dist.gather(z.conj(), out if rank == 0 else None, 0)
+    assert rank != 0 or all(torch.equal(o, w.conj()) for o, w in zip(out, whole))
+    # Views are written through, too.
+    w = z.clone()
+    dist.broadcast(w.conj().imag, 0)
+    assert torch.equal(w, torch.complex(z.real, whole[0].imag))
+
+
+def test_conjugate_and_negative_views_go_as_what_they_show():
+    run(views, 2, timeout=60)
+
+
 def test_a_callback_may_wait_for_another_future():
     run(callbacks_that_wait, 2, timeout=60)
 
