@@ -1,7 +1,10 @@
 """The backend ``poseidon`` of torch.distributed where programs do the unusual, and where things go wrong."""
 
+import os
+import sys
 from datetime import timedelta
 
+import pytest
 import torch
 import torch.distributed as dist
 from cluster import run
@@ -94,3 +97,29 @@ def test_a_callback_may_wait_for_another_future():
 def test_power_sgd_keeps_replicas_equal():
     first, second = run(power_sgd, 2, timeout=60)
     assert all(torch.equal(a, b) for a, b in zip(first, second))
+
+
+def forks(child):
+    rank, size = start()
+    group = dist.new_group()
+    pid = os.fork()
+    if pid == 0:
+        if child == "uses":
+            with pytest.raises(RuntimeError, match=f"belongs to process {os.getppid()}"):
+                dist.all_reduce(torch.ones(3))
+        if child == "leaves":
+            dist.destroy_process_group()
+        # The ways out of a process that run what was left for the end.
+        sys.exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    x = torch.ones(3)
+    dist.all_reduce(x)
+    dist.all_reduce(x, group=group)
+    assert torch.equal(x, torch.full((3,), float(size * size)))
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("child", ["ends", "uses", "leaves"])
+def test_a_fork_leaves_its_parents_groups_alone(child):
+    run(forks, 2, timeout=60, child=child)
+

@@ -33,6 +33,9 @@ pub(super) struct Wheel {
     epoch: Instant,
     /// As many ranks on this host as cores, or more: let them run rather than spin.
     crowded: bool,
+    /// The process whose links these are. One that is forked from it has the links too, but no thread of the
+    /// group's, and locks as they happened to be.
+    owner: u32,
 }
 
 struct Driven {
@@ -86,7 +89,14 @@ impl Wheel {
             ended: Condvar::new(),
             epoch,
             crowded,
+            owner: std::process::id(),
         })
+    }
+
+    /// Whether this process may touch anything here.
+    pub(super) fn check_owner(&self) -> Result<(), Error> {
+        let owner = self.owner;
+        if std::process::id() == owner { Ok(()) } else { Err(Error::Forked { owner }) }
     }
 
     /// Begins something: here and now if nobody is at the wheel. `watched`: somebody will wait for it;
