@@ -123,3 +123,56 @@ def forks(child):
 def test_a_fork_leaves_its_parents_groups_alone(child):
     run(forks, 2, timeout=60, child=child)
 
+
+def comes_late():
+    """Rank 1 comes when the others have given up."""
+    rank, _ = start()
+    gloo = dist.new_group(backend="gloo")
+    error = None
+    if rank != 1:
+        try:
+            dist.new_group(timeout=timedelta(seconds=2))
+        except RuntimeError as e:
+            error = str(e)
+    dist.barrier(group=gloo)
+    return error
+
+
+def test_who_does_not_come_in_time_is_named():
+    for rank, words in enumerate(run(comes_late, 3, timeout=60)):
+        assert rank == 1 or ("worker 1" in words and "within 2s" in words), words
+
+
+def again():
+    """The second round finds what the first has left in the store."""
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=os.environ["RANK"] == "0")
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    from poseidon import _c10d_register
+
+    _c10d_register.register()
+    for _ in range(3):
+        dist.init_process_group("poseidon", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=30))
+        x = torch.ones(3)
+        dist.all_reduce(x)
+        assert torch.equal(x, torch.full((3,), float(size)))
+        dist.destroy_process_group()
+    # Of a rank 0 that did not live to see the others, its address stays.
+    from poseidon._c10d import _rendezvous
+
+    other = dist.PrefixStore("other", store)
+    names = [f"rank {r}" for r in range(size)]
+    if rank == 0:
+        other.set("poseidon", "127.0.0.1:9 0123456789abcdef0123456789abcdef")
+        store.set("stale", "")
+        # Rank 1 has found it.
+        store.wait(["found"])
+    else:
+        store.wait(["stale"])
+        assert other.get("poseidon")
+        store.set("found", "")
+    group = _rendezvous(other, rank, names, timedelta(seconds=30))
+    group.leave(2.0)
+
+
+def test_a_store_may_be_used_again():
+    run(again, 2, timeout=60)

@@ -10,6 +10,7 @@ collectives.
 """
 
 import atexit
+import contextlib
 import itertools
 import socket
 import threading
@@ -29,6 +30,9 @@ LEAVE = 2.0
 # How many threads that settle futures a group keeps when they have nothing to do: one, and another for the next
 # future while that one is busy.
 IDLE = 2
+
+# How long a rank that finds an old address waits before it looks again.
+PAUSE = 0.1
 
 _groups = weakref.WeakSet()
 
@@ -124,7 +128,7 @@ class _Operations:
         self.rank, self.size = rank, len(ranks)
         self.timeout = timeout.total_seconds()
         self.sequence = 0
-        self._group = _rendezvous(store, rank, [f"rank {r}" for r in ranks])
+        self._group = _rendezvous(store, rank, [f"rank {r}" for r in ranks], timeout)
         self._names = itertools.count()
         # Work whose future somebody holds, and how many of its parts are not done.
         self._followed = {}
@@ -399,18 +403,33 @@ def _same_type(tensor, others):
             raise ValueError(f"tensors of one operation must have the same type, got {tensor.dtype} and {other.dtype}")
 
 
-def _rendezvous(store, rank, names):
-    """The group of those who share `store`."""
+def _rendezvous(store, rank, names, timeout):
+    """The group of those who share `store`, if all of them come within `timeout`."""
     key, name = "poseidon", "c10d"
+    patience = timeout.total_seconds()
     if rank == 0:
-        host = _native.Host(_near(store), name, store.timeout.total_seconds())
+        host = _native.Host(_near(store), name, patience)
         store.set(key, f"{host.address} {host.secret}")
         try:
-            return _native.Group(rank, host.address, name, host.secret, names)
+            group = _native.Group(rank, host.address, name, host.secret, names, patience)
         finally:
             host.close()
-    address, secret = store.get(key).decode().split()
-    return _native.Group(rank, address, name, secret, names)
+        with contextlib.suppress(RuntimeError):
+            # The next group of this store should not find it. Not every store can forget.
+            store.delete_key(key)
+        return group
+    deadline = time.monotonic() + patience
+    while (left := deadline - time.monotonic()) > 0:
+        try:
+            store.wait([key], timedelta(seconds=left))
+        except dist.DistStoreError:
+            break
+        address, secret = store.get(key).decode().split()
+        # What was found may be from a group that was here before: then rank 0 is still on its way.
+        if _native.Host.is_open(address, name, secret):
+            return _native.Group(rank, address, name, secret, names, patience)
+        time.sleep(PAUSE)
+    raise _native.ConnectionError(f"{names[0]} did not come to make a process group within {patience:g} s")
 
 
 def _near(store):
