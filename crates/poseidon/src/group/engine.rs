@@ -165,14 +165,17 @@ impl Engine {
     }
 
     fn serve(&mut self, now: Duration) -> Result<(), Error> {
+        // A peer that stops the group does not undo what the others have sent before.
+        let mut heard = Ok(());
         for peer in self.peers.iter_mut().flatten() {
             if peer.may_read() {
-                peer.read(&mut self.desk, &mut self.scratch, now)?;
+                heard = heard.and(peer.read(&mut self.desk, &mut self.scratch, now));
             }
         }
         self.post();
         self.write_burst(now);
         self.sweep();
+        heard?;
         if self.peers.iter().flatten().any(|peer| peer.gone.is_some()) {
             self.check_gone()?;
         }
