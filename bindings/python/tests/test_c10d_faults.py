@@ -176,3 +176,47 @@ def again():
 
 def test_a_store_may_be_used_again():
     run(again, 2, timeout=60)
+
+
+def refusals():
+    rank, size = start()
+    with pytest.raises(ValueError, match="must not be negative, got -7"):
+        dist.send(torch.ones(1), 1 - rank, tag=-7)
+    with pytest.raises(RuntimeError, match="each of 2 ranks, got 3"):
+        dist.all_gather([torch.zeros(1)] * 3, torch.ones(1))
+    halves = torch.ones(4, dtype=torch.complex32)
+    dist.reduce(halves, 0)
+    assert torch.equal(torch.view_as_real(halves)[0], torch.tensor([2.0 if rank == 0 else 1.0, 0.0]).half())
+    # The group has not suffered, until now.
+    try:
+        if rank == 0:
+            dist.send(torch.ones(3), 1)
+            dist.barrier()
+        else:
+            dist.recv(torch.zeros(4), 0)
+    except RuntimeError as error:
+        return str(error)
+
+
+def stops():
+    """Rank 1 stops the group; the others say so to each other as well."""
+    rank, _ = start()
+    dist.barrier()
+    if rank == 1:
+        dist.group.WORLD.abort()
+        return None
+    try:
+        dist.all_reduce(torch.ones(100_000))
+    except RuntimeError as error:
+        return str(error)
+
+
+def test_what_cannot_be_is_refused():
+    sender, receiver = run(refusals, 2, timeout=60)
+    assert "rank 0 sent 12 bytes with tag 0, which is not what is received here" in receiver
+    assert sender.startswith("rank 1 stopped the job: rank 0 sent 12 bytes")
+
+
+def test_an_abort_names_its_author_once():
+    for rank, words in enumerate(run(stops, 4, timeout=60)):
+        assert rank == 1 or words == "rank 1 stopped the job: the program aborted its process group"

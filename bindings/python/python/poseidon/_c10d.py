@@ -193,6 +193,8 @@ class _Operations:
         begun = []
         for tensor, row in zip(inputs, outputs):
             _same_type(tensor, row)
+            if len(row) != self.size:
+                raise RuntimeError(f"all_gather: expected an output for each of {self.size} ranks, got {len(row)}")
             begun.append(self._begin("all_gather", opts, lent, lent.specs([tensor]), lent.specs(row)))
         return self._work(begun, outputs, lent)
 
@@ -297,11 +299,13 @@ class _Operations:
         return self._work([self._begin("barrier", opts, None, [], [])], [], None)
 
     def send(self, tensors, rank, tag=0):
+        _check_tag(tag)
         lent = Lent(read=tensors)
         parts = [self._begin("send", None, lent, [t], [], peer=rank, tag=tag) for t in lent.bytes(tensors)]
         return self._work(parts, tensors, lent)
 
     def recv(self, tensors, rank, tag=0):
+        _check_tag(tag)
         lent = Lent(written=tensors)
         parts = [self._begin("receive", None, lent, [], [t], peer=rank, tag=tag) for t in lent.bytes(tensors)]
         return self._work(parts, tensors, lent)
@@ -401,6 +405,11 @@ def _same_type(tensor, others):
     for other in others:
         if other.dtype != tensor.dtype:
             raise ValueError(f"tensors of one operation must have the same type, got {tensor.dtype} and {other.dtype}")
+
+
+def _check_tag(tag):
+    if tag < 0:
+        raise ValueError(f"a tag must not be negative, got {tag}")
 
 
 def _rendezvous(store, rank, names, timeout):

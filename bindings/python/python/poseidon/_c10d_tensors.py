@@ -19,7 +19,7 @@ DTYPES = {
     torch.bool: 10,
 }
 BYTES = 0
-COMPLEX = {torch.complex64: torch.float32, torch.complex128: torch.float64}
+COMPLEX = {torch.complex32: torch.float16, torch.complex64: torch.float32, torch.complex128: torch.float64}
 
 # The numbers of poseidon_core::ReduceOp.
 OPS = {
