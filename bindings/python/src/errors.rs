@@ -75,9 +75,10 @@ pub(crate) fn raise(py: Python<'_>, error: Error) -> PyErr {
             TimeoutError::new_err(words)
         }
         Error::Lost { .. } => LostError::new_err(words),
-        Error::Violation { .. } | Error::Garbage { .. } | Error::Mismatch { .. } => {
-            ProtocolError::new_err(words)
-        }
+        Error::Violation { .. }
+        | Error::Garbage { .. }
+        | Error::Mismatch { .. }
+        | Error::Message { .. } => ProtocolError::new_err(words),
         Error::Aborted { .. } => AbortedError::new_err(words),
         _ => PoseidonError::new_err(words),
     };
@@ -97,6 +98,7 @@ pub(crate) fn raise(py: Python<'_>, error: Error) -> PyErr {
         Error::Lost { node, .. }
         | Error::Aborted { node, .. }
         | Error::Garbage { node, .. }
+        | Error::Message { node, .. }
         | Error::Panicked { node } => (Some(node), None, None),
         Error::Length { layer, .. }
         | Error::Factors { layer, .. }

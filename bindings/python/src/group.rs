@@ -4,7 +4,8 @@
 //! and is held until the operation is done. Waits release the interpreter's lock.
 
 use crate::errors::raise;
-use poseidon::config::{Config, credentials};
+use poseidon::config::{Config, connect_timeout, credentials};
+use poseidon::coordinator::query;
 use poseidon::group::{Request, Tensor, Terms};
 use poseidon::{Coordinator, Dtype, ReduceOp, Secret};
 use pyo3::exceptions::{PyOSError, PyRuntimeError, PyValueError};
@@ -34,10 +35,20 @@ impl Host {
     fn new(py: Python<'_>, near: &str, name: &str, patience: f64) -> PyResult<Self> {
         let secret = Secret::random().map_err(|e| PyOSError::new_err(e.to_string()))?;
         let keys = credentials(name, secret.clone());
-        let coordinator = Coordinator::beside(near, keys, seconds(patience)?);
+        let patience = connect_timeout(seconds(patience)?).map_err(|error| raise(py, error))?;
+        let coordinator = Coordinator::beside(near, keys, patience);
         let coordinator = coordinator.map_err(|error| raise(py, error))?;
         let address = coordinator.address().to_string();
         Ok(Self { coordinator: Mutex::new(Some(coordinator)), address, secret })
+    }
+
+    /// Whether at `address` ranks of the group that has this secret still gather.
+    #[staticmethod]
+    fn is_open(py: Python<'_>, address: &str, name: &str, secret: &str) -> PyResult<bool> {
+        let secret = secret.parse().map_err(|e| PyValueError::new_err(format!("secret: {e}")))?;
+        let keys = credentials(name, secret);
+        let missing = py.detach(|| query(address, &keys, "missing", ANSWER));
+        Ok(missing.is_ok_and(|missing| missing.is_some()))
     }
 
     #[getter]
@@ -75,11 +86,14 @@ impl Group {
         name: &str,
         secret: &str,
         names: Vec<String>,
+        patience: f64,
     ) -> PyResult<Self> {
         let secret = secret.parse().map_err(|e| PyValueError::new_err(format!("secret: {e}")))?;
         let size = u16::try_from(names.len()).map_err(|e| PyValueError::new_err(e.to_string()))?;
+        let patience = seconds(patience)?;
         let group = py.detach(|| {
-            let config = Config::for_group(rank, size, coordinator, name, secret)?;
+            let mut config = Config::for_group(rank, size, coordinator, name, secret)?;
+            config.connect_timeout = connect_timeout(patience)?;
             poseidon::Group::start(&config, names)
         });
         Ok(Self { inner: Arc::new(group.map_err(|error| raise(py, error))?) })
@@ -134,8 +148,8 @@ impl Group {
         Ok(Work { inner: work.map_err(|error| raise(py, error))? })
     }
 
-    /// Waits for followed operations; returns the names of those that are done, nothing at the end.
-    fn completed(&self, py: Python<'_>) -> Vec<u64> {
+    /// Waits until a followed operation is done and returns its name, to one thread; nothing at the end.
+    fn completed(&self, py: Python<'_>) -> Option<u64> {
         py.detach(|| self.inner.completed())
     }
 
@@ -205,6 +219,8 @@ impl Work {
 
 /// Elements from which on beginning an operation lets other threads run.
 const SMALL: usize = 16 << 10;
+/// How long a host may take to answer.
+const ANSWER: Duration = Duration::from_secs(1);
 /// How often a wait looks whether the user has interrupted it.
 const SIGNALS: Duration = Duration::from_millis(500);
 

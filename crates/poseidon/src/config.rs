@@ -205,6 +205,16 @@ impl Config {
 }
 
 /// The address or interface to listen on, if the environment names one.
+/// How long nodes wait for each other when they start: `POSEIDON_CONNECT_TIMEOUT`, or if that is not set `otherwise`,
+/// but no longer than a year.
+pub fn connect_timeout(otherwise: Duration) -> Result<Duration, Error> {
+    let env = Env(&|name| std::env::var(name).ok());
+    match env.0("POSEIDON_CONNECT_TIMEOUT") {
+        Some(_) => env.seconds("POSEIDON_CONNECT_TIMEOUT", 60),
+        None => Ok(otherwise.min(Duration::from_secs_f64(LONGEST))),
+    }
+}
+
 pub(crate) fn wanted_address() -> Option<String> {
     std::env::var("POSEIDON_ADDRESS").ok().filter(|address| !address.is_empty())
 }

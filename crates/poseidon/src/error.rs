@@ -194,6 +194,24 @@ pub enum Error {
         /// The ranks it waits for, by name. None if it only has to be taken by others.
         missing: Vec<String>,
     },
+    /// A message of another length than is received here.
+    #[error("{node} sent {sent} bytes with tag {tag}, which is not what is received here: {why}")]
+    Message {
+        /// The sender, by name.
+        node: String,
+        /// The message's tag.
+        tag: u32,
+        /// Its length.
+        sent: u32,
+        /// What does not fit.
+        why: String,
+    },
+    /// The group was made by another process, which this one was forked from.
+    #[error("this process group belongs to process {owner}, of which this one is a fork: make a new one here")]
+    Forked {
+        /// The process that made it.
+        owner: u32,
+    },
     /// A node is gone.
     #[error("lost {node}: {how}{}", .awaited.as_ref().map(|a| format!("; awaited from it: {a}")).unwrap_or_default())]
     Lost {

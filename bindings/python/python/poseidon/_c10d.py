@@ -10,9 +10,11 @@ collectives.
 """
 
 import atexit
+import contextlib
 import itertools
 import socket
 import threading
+import time
 import weakref
 from datetime import timedelta
 
@@ -25,6 +27,12 @@ from poseidon._c10d_tensors import Lent, number_of
 
 # How long a process that leaves a group waits for its connections to close.
 LEAVE = 2.0
+# How many threads that settle futures a group keeps when they have nothing to do: one, and another for the next
+# future while that one is busy.
+IDLE = 2
+
+# How long a rank that finds an old address waits before it looks again.
+PAUSE = 0.1
 
 _groups = weakref.WeakSet()
 
@@ -120,12 +128,14 @@ class _Operations:
         self.rank, self.size = rank, len(ranks)
         self.timeout = timeout.total_seconds()
         self.sequence = 0
-        self._group = _rendezvous(store, rank, [f"rank {r}" for r in ranks])
+        self._group = _rendezvous(store, rank, [f"rank {r}" for r in ranks], timeout)
         self._names = itertools.count()
         # Work whose future somebody holds, and how many of its parts are not done.
         self._followed = {}
         self._lock = threading.Lock()
-        self._reporter = None
+        # Threads that settle futures, and how many of them have nothing to do.
+        self._reporters = set()
+        self._idle = 0
         _groups.add(self)
 
     # What is done with tensors.
@@ -183,6 +193,8 @@ class _Operations:
         begun = []
         for tensor, row in zip(inputs, outputs):
             _same_type(tensor, row)
+            if len(row) != self.size:
+                raise RuntimeError(f"all_gather: expected an output for each of {self.size} ranks, got {len(row)}")
             begun.append(self._begin("all_gather", opts, lent, lent.specs([tensor]), lent.specs(row)))
         return self._work(begun, outputs, lent)
 
@@ -287,11 +299,13 @@ class _Operations:
         return self._work([self._begin("barrier", opts, None, [], [])], [], None)
 
     def send(self, tensors, rank, tag=0):
+        _check_tag(tag)
         lent = Lent(read=tensors)
         parts = [self._begin("send", None, lent, [t], [], peer=rank, tag=tag) for t in lent.bytes(tensors)]
         return self._work(parts, tensors, lent)
 
     def recv(self, tensors, rank, tag=0):
+        _check_tag(tag)
         lent = Lent(written=tensors)
         parts = [self._begin("receive", None, lent, [], [t], peer=rank, tag=tag) for t in lent.bytes(tensors)]
         return self._work(parts, tensors, lent)
@@ -321,38 +335,51 @@ class _Operations:
             pending = sum(part.follow(name) for part in work._parts)
             if pending:
                 self._followed[name] = [work, pending]
-                if self._reporter is None:
-                    self._reporter = threading.Thread(
-                        target=_report, args=(self._group, self._done), name="poseidon-c10d", daemon=True
-                    )
-                    self._reporter.start()
+                if not self._reporters:
+                    self._add_reporter()
                 return
         work._settle()
 
-    def _done(self, name):
+    def _add_reporter(self):
+        self._idle += 1
+        reporter = threading.Thread(target=self._report, name="poseidon-c10d", daemon=True)
+        self._reporters.add(reporter)
+        reporter.start()
+
+    def _report(self):
+        """The body of a thread that settles futures. What waits for a future may wait for another one there, so
+        there is always a thread more than are settling."""
+        while (name := self._group.completed()) is not None:
+            with self._lock:
+                entry = self._followed[name]
+                entry[1] -= 1
+                if entry[1]:
+                    continue
+                del self._followed[name]
+                self._idle -= 1
+                if not self._idle:
+                    self._add_reporter()
+            entry[0]._settle()
+            # Not kept alive until the next one is done.
+            del entry
+            with self._lock:
+                if self._idle >= IDLE:
+                    break
+                self._idle += 1
         with self._lock:
-            entry = self._followed[name]
-            entry[1] -= 1
-            if entry[1]:
-                return
-            del self._followed[name]
-        entry[0]._settle()
+            self._reporters.discard(threading.current_thread())
 
     def leave(self):
         _groups.discard(self)
         self._group.leave(LEAVE)
-        if self._reporter is not None and self._reporter is not threading.current_thread():
-            self._reporter.join(LEAVE)
+        with self._lock:
+            reporters = self._reporters - {threading.current_thread()}
+        deadline = time.monotonic() + LEAVE
+        for reporter in reporters:
+            reporter.join(max(0.0, deadline - time.monotonic()))
 
     def abort(self):
         self._group.abort("the program aborted its process group")
-
-
-def _report(group, done):
-    """The body of the thread that settles futures."""
-    while names := group.completed():
-        for name in names:
-            done(name)
 
 
 def _listed(tensors):
@@ -380,18 +407,38 @@ def _same_type(tensor, others):
             raise ValueError(f"tensors of one operation must have the same type, got {tensor.dtype} and {other.dtype}")
 
 
-def _rendezvous(store, rank, names):
-    """The group of those who share `store`."""
+def _check_tag(tag):
+    if tag < 0:
+        raise ValueError(f"a tag must not be negative, got {tag}")
+
+
+def _rendezvous(store, rank, names, timeout):
+    """The group of those who share `store`, if all of them come within `timeout`."""
     key, name = "poseidon", "c10d"
+    patience = timeout.total_seconds()
     if rank == 0:
-        host = _native.Host(_near(store), name, store.timeout.total_seconds())
+        host = _native.Host(_near(store), name, patience)
         store.set(key, f"{host.address} {host.secret}")
         try:
-            return _native.Group(rank, host.address, name, host.secret, names)
+            group = _native.Group(rank, host.address, name, host.secret, names, patience)
         finally:
             host.close()
-    address, secret = store.get(key).decode().split()
-    return _native.Group(rank, address, name, secret, names)
+        with contextlib.suppress(RuntimeError):
+            # The next group of this store should not find it. Not every store can forget.
+            store.delete_key(key)
+        return group
+    deadline = time.monotonic() + patience
+    while (left := deadline - time.monotonic()) > 0:
+        try:
+            store.wait([key], timedelta(seconds=left))
+        except dist.DistStoreError:
+            break
+        address, secret = store.get(key).decode().split()
+        # What was found may be from a group that was here before: then rank 0 is still on its way.
+        if _native.Host.is_open(address, name, secret):
+            return _native.Group(rank, address, name, secret, names, patience)
+        time.sleep(PAUSE)
+    raise _native.ConnectionError(f"{names[0]} did not come to make a process group within {patience:g} s")
 
 
 def _near(store):

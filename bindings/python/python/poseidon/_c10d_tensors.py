@@ -19,7 +19,7 @@ DTYPES = {
     torch.bool: 10,
 }
 BYTES = 0
-COMPLEX = {torch.complex64: torch.float32, torch.complex128: torch.float64}
+COMPLEX = {torch.complex32: torch.float16, torch.complex64: torch.float32, torch.complex128: torch.float64}
 
 # The numbers of poseidon_core::ReduceOp.
 OPS = {
@@ -37,7 +37,7 @@ NUMBERS = {int(op): number for op, number in OPS.items()}
 
 
 class Lent:
-    """Tensors of one operation: what keeps them alive, and copies of those that are not contiguous."""
+    """Tensors of one operation: what keeps them alive, and copies of those whose memory is not what they are."""
 
     def __init__(self, read=(), written=()):
         self.tensors = {}
@@ -51,13 +51,13 @@ class Lent:
             if tensor.is_sparse:
                 raise ValueError("backend poseidon takes sparse tensors in all_reduce only")
         for tensor in written:
-            if not tensor.is_contiguous() and id(tensor) not in self.tensors:
-                dense = tensor.detach().contiguous()
+            if not _is_plain(tensor) and id(tensor) not in self.tensors:
+                dense = _plain(tensor)
                 self.copies.append((tensor, dense))
                 self.tensors[id(tensor)] = dense
         for tensor in itertools.chain(read, written):
             if id(tensor) not in self.tensors:
-                self.tensors[id(tensor)] = tensor if tensor.is_contiguous() else tensor.detach().contiguous()
+                self.tensors[id(tensor)] = tensor if _is_plain(tensor) else _plain(tensor)
         # Ids are only unique among those alive.
         self.given = (list(read), list(written))
 
@@ -93,6 +93,15 @@ class Lent:
         with torch.no_grad():
             for tensor, dense in self.copies:
                 tensor.detach().copy_(dense)
+
+
+def _is_plain(tensor):
+    """Whether its memory holds its elements, in order: a view may be strided, conjugate or negative."""
+    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
+
+def _plain(tensor):
+    return tensor.detach().resolve_conj().resolve_neg().contiguous()
 
 
 def _spec(tensor, op):

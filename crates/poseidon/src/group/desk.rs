@@ -81,14 +81,11 @@ impl Desk {
             course.bind(sender, place.sequence);
             course.progress.set_source(sender);
         }
-        let total = header.value.to_bits();
+        let sent = header.value.to_bits();
         let opened = course.open(rank, place, header.length as usize);
         let (region, mode) = opened.map_err(|why| {
-            let name = &self.names[rank];
-            Error::Request {
-                operation: "receive",
-                why: format!("{name} sent {total} bytes with tag {tag}, which is not what is received here: {why}"),
-            }
+            let node = self.names[rank].clone();
+            Error::Message { node, tag, sent, why: why.to_string() }
         })?;
         Ok(Some(Landing { ticket: course.ticket, place, region, mode }))
     }

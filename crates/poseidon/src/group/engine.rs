@@ -165,14 +165,17 @@ impl Engine {
     }
 
     fn serve(&mut self, now: Duration) -> Result<(), Error> {
+        // A peer that stops the group does not undo what the others have sent before.
+        let mut heard = Ok(());
         for peer in self.peers.iter_mut().flatten() {
             if peer.may_read() {
-                peer.read(&mut self.desk, &mut self.scratch, now)?;
+                heard = heard.and(peer.read(&mut self.desk, &mut self.scratch, now));
             }
         }
         self.post();
         self.write_burst(now);
         self.sweep();
+        heard?;
         if self.peers.iter().flatten().any(|peer| peer.gone.is_some()) {
             self.check_gone()?;
         }
@@ -282,7 +285,14 @@ impl Engine {
 
     /// Stops the group: tells the program, then everybody else.
     fn die(&mut self, error: Error, now: Duration) {
-        let mut reason = error.to_string();
+        // What another rank said is passed on as its words, not as this rank's.
+        let (speaker, mut reason) = match &error {
+            Error::Aborted { node, reason } => {
+                let speaker = self.desk.names.iter().position(|name| name == node);
+                (speaker.unwrap_or(self.desk.me.into()), reason.clone())
+            }
+            other => (self.desk.me.into(), other.to_string()),
+        };
         reason.truncate(reason.floor_char_boundary(MAX_ABORT));
         tracing::debug!(rank = self.desk.me, %reason, "group stops");
         self.failure = Some(error.clone());
@@ -292,7 +302,8 @@ impl Engine {
             self.report(&progress, Err(error.clone()));
         }
         self.desk.outgoing.clear();
-        let header = Header::bare(Kind::Abort, NodeId(self.desk.me), reason.len() as u32);
+        let mut header = Header::bare(Kind::Abort, NodeId(self.desk.me), reason.len() as u32);
+        header.chunk.index = speaker as u32;
         for peer in self.peers.iter_mut().flatten() {
             peer.drop_unsent();
             peer.say(&header, reason.as_bytes());

@@ -39,7 +39,7 @@ pub struct Group {
     size: u16,
     wheel: Arc<Wheel>,
     /// Turns strangers away for as long as the group lives.
-    _serving: Serving,
+    serving: Option<Serving>,
 }
 
 /// How an operation is to be seen through.
@@ -85,7 +85,7 @@ impl Group {
         let driver = wheel.clone();
         let thread = std::thread::Builder::new().name("poseidon-group".into());
         thread.spawn(move || driver.run()).map_err(Error::io("starting a group's thread"))?;
-        Ok(Self { rank, size, wheel, _serving: serving })
+        Ok(Self { rank, size, wheel, serving: Some(serving) })
     }
 
     /// This process's rank in the group.
@@ -105,6 +105,7 @@ impl Group {
         terms: Terms,
         keep_alive: Box<dyn Any + Send + Sync>,
     ) -> Result<Work, Error> {
+        self.wheel.check_owner()?;
         request.check(self.rank, self.size)?;
         let progress = Arc::new(Progress::new(keep_alive));
         let work = Work { progress: progress.clone(), wheel: self.wheel.clone() };
@@ -113,33 +114,46 @@ impl Group {
         Ok(work)
     }
 
-    /// Waits for operations that are [followed](Work::follow) and returns the names of those that are
-    /// done. Empty when the group has stopped. For one thread.
-    pub fn completed(&self) -> Vec<u64> {
+    /// Waits until an operation that is [followed](Work::follow) is done and returns its name, once. None when the
+    /// group has stopped. Any number of threads may wait here: each name goes to one of them.
+    pub fn completed(&self) -> Option<u64> {
         self.wheel.completed()
     }
 
-    /// Leaves the group, without waiting. Operations that are under way fail, on every rank.
+    /// Leaves the group, without waiting. Operations that are under way fail, on every rank. A process that was forked
+    /// from the one that made the group cannot leave it: there, this and [`abort`](Self::abort) do nothing.
     pub fn leave(&self) {
+        if self.wheel.check_owner().is_err() {
+            return;
+        }
         self.wheel.command(Command::Leave, false);
         self.wheel.kick();
     }
 
     /// Stops the group and tells every rank why.
     pub fn abort(&self, reason: &str) {
+        if self.wheel.check_owner().is_err() {
+            return;
+        }
         self.wheel.command(Command::Abort(reason.into()), false);
         self.wheel.kick();
     }
 
     /// Waits until a group that was left has no connection open, and no longer than `patience`.
     pub fn wait_left(&self, patience: Duration) {
-        self.wheel.wait_stopped(patience);
+        if self.wheel.check_owner().is_ok() {
+            self.wheel.wait_stopped(patience);
+        }
     }
 }
 
 impl Drop for Group {
     fn drop(&mut self) {
         self.leave();
+        if self.wheel.check_owner().is_err() {
+            // Its thread is in the process that made it, and its sockets are that process's too.
+            std::mem::forget(self.serving.take());
+        }
     }
 }
 

@@ -54,6 +54,8 @@ enum State {
         done: usize,
     },
     Abort {
+        /// The rank whose words they are.
+        speaker: usize,
         text: Vec<u8>,
         done: usize,
     },
@@ -303,7 +305,7 @@ impl Peer {
                     }
                 }
             }
-            State::Aside { bytes, done, .. } | State::Abort { text: bytes, done } => {
+            State::Aside { bytes, done, .. } | State::Abort { text: bytes, done, .. } => {
                 let read = read(&mut bytes[*done..], true)?;
                 *done += read.0;
                 read
@@ -329,7 +331,7 @@ impl Peer {
             }
             State::Parked(_) => false,
             State::Payload { landing, done, .. } => *done == landing.region.len,
-            State::Aside { bytes, done, .. } | State::Abort { text: bytes, done } => {
+            State::Aside { bytes, done, .. } | State::Abort { text: bytes, done, .. } => {
                 *done == bytes.len()
             }
         };
@@ -340,9 +342,10 @@ impl Peer {
                     self.aside.push_back((header, bytes));
                     self.replay(desk)?;
                 }
-                State::Abort { text, .. } => {
+                State::Abort { speaker, text, .. } => {
                     let reason = String::from_utf8_lossy(&text).into_owned();
-                    return Err(Error::Aborted { node: desk.names[self.rank].clone(), reason });
+                    let node = desk.names.get(speaker).unwrap_or(&desk.names[self.rank]).clone();
+                    return Err(Error::Aborted { node, reason });
                 }
                 State::Header | State::Parked(_) => {}
             }
@@ -375,7 +378,8 @@ impl Peer {
             Kind::Heartbeat => {}
             Kind::Bye => self.gone = Some("it has left the group".into()),
             Kind::Abort if length <= MAX_ABORT => {
-                self.state = State::Abort { text: vec![0; length], done: 0 };
+                let speaker = header.chunk.index as usize;
+                self.state = State::Abort { speaker, text: vec![0; length], done: 0 };
             }
             _ => {
                 let why = format!("a {kind:?} frame of {length} bytes on a group's link");

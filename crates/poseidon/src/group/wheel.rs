@@ -26,11 +26,16 @@ pub(super) struct Wheel {
     progressed: Condvar,
     /// For the group's own thread.
     summoned: Condvar,
-    /// For the thread in `completed`, and those in `wait_stopped`.
+    /// For threads in `completed`.
     reported: Condvar,
+    /// For threads in `wait_stopped`.
+    ended: Condvar,
     epoch: Instant,
     /// As many ranks on this host as cores, or more: let them run rather than spin.
     crowded: bool,
+    /// The process whose links these are. One that is forked from it has the links too, but no thread of the
+    /// group's, and locks as they happened to be.
+    owner: u32,
 }
 
 struct Driven {
@@ -49,7 +54,7 @@ struct Gate {
     kicked: bool,
     stopped: bool,
     /// Followed operations that are done.
-    completed: Vec<u64>,
+    completed: VecDeque<u64>,
 }
 
 pub(super) enum Command {
@@ -81,9 +86,17 @@ impl Wheel {
             progressed: Condvar::new(),
             summoned: Condvar::new(),
             reported: Condvar::new(),
+            ended: Condvar::new(),
             epoch,
             crowded,
+            owner: std::process::id(),
         })
+    }
+
+    /// Whether this process may touch anything here.
+    pub(super) fn check_owner(&self) -> Result<(), Error> {
+        let owner = self.owner;
+        if std::process::id() == owner { Ok(()) } else { Err(Error::Forked { owner }) }
     }
 
     /// Begins something: here and now if nobody is at the wheel. `watched`: somebody will wait for it;
@@ -136,13 +149,13 @@ impl Wheel {
         }
     }
 
-    /// The names of followed operations that are done. Empty when nothing more will come.
-    pub(super) fn completed(&self) -> Vec<u64> {
+    /// The name of a followed operation that is done. None when nothing more will come.
+    pub(super) fn completed(&self) -> Option<u64> {
         let mut gate = lock(&self.gate);
         while gate.completed.is_empty() && !gate.stopped {
             gate = self.reported.wait(gate).unwrap_or_else(PoisonError::into_inner);
         }
-        std::mem::take(&mut gate.completed)
+        gate.completed.pop_front()
     }
 
     /// Waits until the group has stopped, and no longer than `patience`.
@@ -154,7 +167,7 @@ impl Wheel {
             if left.is_zero() {
                 return;
             }
-            let woken = self.reported.wait_timeout(gate, left);
+            let woken = self.ended.wait_timeout(gate, left);
             gate = woken.unwrap_or_else(PoisonError::into_inner).0;
         }
     }
@@ -217,9 +230,9 @@ impl Wheel {
         driven.stopped |= next == Next::Stop;
         if std::mem::take(&mut driven.engine.progressed) {
             let mut gate = lock(&self.gate);
-            if !driven.engine.completed.is_empty() {
-                gate.completed.append(&mut driven.engine.completed);
-                self.reported.notify_all();
+            for name in driven.engine.completed.drain(..) {
+                gate.completed.push_back(name);
+                self.reported.notify_one();
             }
             if gate.waiting > 0 {
                 self.progressed.notify_all();
@@ -281,6 +294,7 @@ impl Wheel {
             if stopped && !gate.stopped {
                 gate.stopped = true;
                 self.reported.notify_all();
+                self.ended.notify_all();
                 self.summoned.notify_one();
             }
             if orphaned && !gate.kicked {

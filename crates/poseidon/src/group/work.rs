@@ -31,6 +31,7 @@ impl Work {
     /// goes on. The tensors are the program's own again when it is done, whatever the outcome.
     pub fn wait(&self, patience: Duration) -> Result<bool, Error> {
         if !self.progress.is_done() {
+            self.wheel.check_owner()?;
             self.wheel.wait(&self.progress, Instant::now().checked_add(patience));
         }
         match self.progress.is_done() {
