@@ -58,7 +58,7 @@ impl Host {
 
 /// The ranks that do collective operations together.
 #[pyclass(frozen, module = "poseidon._native")]
-struct Group {
+pub(crate) struct Group {
     inner: Arc<poseidon::Group>,
 }
 
@@ -82,7 +82,7 @@ impl Group {
             let config = Config::for_group(rank, size, coordinator, name, secret)?;
             poseidon::Group::start(&config, names)
         });
-        Ok(Self { inner: Arc::new(group.map_err(|error| raise(py, error))?) })
+        Ok(Self::wrap(group.map_err(|error| raise(py, error))?))
     }
 
     /// Begins an operation: its name, what goes in, what comes out, and what it needs besides.
@@ -152,6 +152,12 @@ impl Group {
     /// Stops the group and tells every rank why.
     fn abort(&self, py: Python<'_>, reason: &str) {
         py.detach(|| self.inner.abort(reason));
+    }
+}
+
+impl Group {
+    pub(crate) fn wrap(group: poseidon::Group) -> Self {
+        Self { inner: Arc::new(group) }
     }
 }
 
