@@ -46,8 +46,7 @@ class Join:
                 break
             if self._throws:
                 raise RuntimeError(f"worker {rank()} has no batches left")
-            if model.broadcast_buffers:
-                model._share_buffers()
+            model._share_buffers_in_join()
             if model._session is None:
                 model._start_session()
             if model._rule is not None:
@@ -60,8 +59,8 @@ class Join:
                 model.synchronize()
         # With update="server" parameters came back all the while; otherwise only workers that trained
         # have stepped.
-        if model._update == "worker":
-            model._share_parameters(last)
+        stepped = model._trainable.values() if model._update == "worker" else ()
+        model._shared.share(last, list(stepped))
 
     def close(self, because: Optional[str] = None) -> None:
         self._session.finish() if because is None else self._session.abort(because)
