@@ -69,7 +69,7 @@ impl Host {
 
 /// The ranks that do collective operations together.
 #[pyclass(frozen, module = "poseidon._native")]
-struct Group {
+pub(crate) struct Group {
     inner: Arc<poseidon::Group>,
 }
 
@@ -96,7 +96,7 @@ impl Group {
             config.connect_timeout = connect_timeout(patience)?;
             poseidon::Group::start(&config, names)
         });
-        Ok(Self { inner: Arc::new(group.map_err(|error| raise(py, error))?) })
+        Ok(Self::wrap(group.map_err(|error| raise(py, error))?))
     }
 
     /// Begins an operation: its name, what goes in, what comes out, and what it needs besides.
@@ -166,6 +166,12 @@ impl Group {
     /// Stops the group and tells every rank why.
     fn abort(&self, py: Python<'_>, reason: &str) {
         py.detach(|| self.inner.abort(reason));
+    }
+}
+
+impl Group {
+    pub(crate) fn wrap(group: poseidon::Group) -> Self {
+        Self { inner: Arc::new(group) }
     }
 }
 

@@ -219,8 +219,16 @@ impl Session {
     /// Waits for what was sent. The memory is the tensors' own again.
     fn receive(&self, py: Python<'_>, layer: u32) -> PyResult<()> {
         let session = self.session()?;
-        let received = py.detach(|| session.receive(LayerId(layer)));
-        received.map(drop).map_err(|error| raise(py, error))
+        // Signals, such as the user's interrupt, come to the thread that waits only if it asks for them.
+        let mut signal = None;
+        let received = py.detach(|| {
+            session.receive_unless(LayerId(layer), || {
+                signal = Python::attach(|py| py.check_signals()).err();
+                signal.is_some()
+            })
+        });
+        received.map_err(|error| raise(py, error))?;
+        signal.map_or(Ok(()), Err)
     }
 
     /// Whether `receive` would return at once.
@@ -284,6 +292,24 @@ impl Session {
     fn traffic(&self) -> PyResult<(u64, u64)> {
         let traffic = self.session()?.traffic();
         Ok((traffic.bytes_sent, traffic.bytes_received))
+    }
+
+    /// The same workers as a group, for collective operations.
+    fn group(&self, py: Python<'_>, name: &str) -> PyResult<group::Group> {
+        let session = self.session()?;
+        let group = py.detach(|| session.group(name)).map_err(|error| raise(py, error))?;
+        Ok(group::Group::wrap(group))
+    }
+
+    /// Seconds until a wait is given up.
+    #[getter]
+    fn timeout(&self) -> PyResult<f64> {
+        Ok(self.session()?.timeout().as_secs_f64())
+    }
+
+    /// Says goodbye without waiting for the others; `finish` does.
+    fn say_goodbye(&self, py: Python<'_>) -> PyResult<()> {
+        self.session()?.say_goodbye().map_err(|error| raise(py, error))
     }
 
     /// Says goodbye and waits for the others.

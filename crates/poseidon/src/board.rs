@@ -2,7 +2,7 @@
 
 use crate::Error;
 use crate::outbox::Frame;
-use poseidon_core::LayerId;
+use poseidon_core::{LayerId, NodeId};
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Condvar, Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
@@ -17,6 +17,8 @@ pub(crate) struct Board {
     finished: Vec<AtomicU64>,
     epoch: Instant,
     failure: OnceLock<Error>,
+    /// The first node that said goodbye. Written by the lane that heard it.
+    departed: OnceLock<NodeId>,
     /// Threads that wait: without one, a lane need not touch the gate.
     sleepers: AtomicUsize,
     /// Those of them that are the training program's.
@@ -56,6 +58,7 @@ impl Board {
             finished: (0..layers).map(|_| AtomicU64::new(0)).collect(),
             epoch: Instant::now(),
             failure: OnceLock::new(),
+            departed: OnceLock::new(),
             sleepers: AtomicUsize::new(0),
             idlers: AtomicUsize::new(0),
             gate: Mutex::new(()),
@@ -85,6 +88,16 @@ impl Board {
 
     pub(crate) fn failure(&self) -> Option<Error> {
         self.failure.get().cloned()
+    }
+
+    /// `node` has said goodbye, while the job goes on.
+    pub(crate) fn note_departed(&self, node: NodeId) {
+        let _ = self.departed.set(node);
+    }
+
+    /// A node that takes part in nothing new.
+    pub(crate) fn departed(&self) -> Option<NodeId> {
+        self.departed.get().copied()
     }
 
     /// Whether the training program is waiting rather than computing.

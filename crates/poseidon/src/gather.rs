@@ -31,6 +31,12 @@ pub enum GatherError {
         /// How long the others waited.
         waited: Duration,
     },
+    /// A worker has finished, and will not post.
+    #[error("{node} finished while others go on")]
+    Departed {
+        /// The worker, by name.
+        node: String,
+    },
     /// The value is too large for a control message.
     #[error("{why}; what is large goes through layers")]
     TooLarge {
@@ -81,7 +87,7 @@ impl Session {
         match why {
             // This program's mistake; nothing is lost.
             GatherError::TooLarge { .. } | GatherError::Refused { .. } => return Err(error),
-            GatherError::Missing { .. } => {}
+            GatherError::Missing { .. } | GatherError::Departed { .. } => {}
             // Most likely the coordinator has died with its node: the lanes know which it was.
             GatherError::Unreachable { .. } | GatherError::Broken { .. } => {
                 if let Some(failure) = await_failure(&self.node.board) {
@@ -188,6 +194,9 @@ fn converse(
     let mut coordinator = reach(node, patience)?;
     let heard = coordinator.write_all(&post).and_then(|()| receive(&mut coordinator));
     let workers = node.book.cluster.workers();
+    if let (Err(_), Some(departed)) = (&heard, coordinator.departed) {
+        return Err(GatherError::Departed { node: node.book.cluster.name(departed.0) });
+    }
     let why = match heard {
         Ok(Message::Gathered { values }) if values.len() == workers => return Ok(values),
         Ok(Message::Missing { nodes }) => {
@@ -215,7 +224,7 @@ fn reach(node: &Node, patience: Duration) -> Result<Watched<'_>, GatherError> {
         match connect(address, caller, credentials, Instant::now() + left.min(ATTEMPT)) {
             Ok(stream) => {
                 let deadline = Instant::now() + patience + LAST_WORDS;
-                return Ok(Watched { stream, board, deadline });
+                return Ok(Watched { stream, board, deadline, departed: None });
             }
             Err(ConnectError::GaveUp { .. }) if left > ATTEMPT && board.failure().is_none() => {}
             Err(error) => {
@@ -231,6 +240,8 @@ struct Watched<'a> {
     stream: Stream,
     board: &'a Board,
     deadline: Instant,
+    /// A node that has said goodbye, and when that was noticed.
+    departed: Option<(NodeId, Instant)>,
 }
 
 impl Watched<'_> {
@@ -241,6 +252,13 @@ impl Watched<'_> {
                 return Err(io::Error::other("the job has failed"));
             }
             let now = Instant::now();
+            if self.departed.is_none()
+                && let Some(node) = self.board.departed()
+            {
+                self.departed = Some((node, now));
+                // It may have posted before it left, and the answer be under way.
+                self.deadline = self.deadline.min(now + LAST_WORDS);
+            }
             self.stream.set_deadline(Some(self.deadline.min(now + GLANCE)));
             match act(&mut self.stream) {
                 Err(e) if e.kind() == ErrorKind::TimedOut && now < self.deadline => {}

@@ -278,6 +278,9 @@ impl Lane {
         let silence = self.limits.silence;
         for node in 0..self.peers.len() {
             let Some(peer) = &mut self.peers[node] else { continue };
+            if peer.departed {
+                self.board.note_departed(NodeId(node as u16));
+            }
             let unheard = now.saturating_sub(peer.heard);
             let unspoken = now.saturating_sub(peer.spoke);
             let how = if !peer.departed && unheard > silence {

@@ -89,6 +89,11 @@ impl Session {
         self.node.book.cluster.workers()
     }
 
+    /// How long it waits for the others before it gives up.
+    pub fn timeout(&self) -> Duration {
+        self.timeout
+    }
+
     /// The id of the layer called `name`.
     pub fn layer(&self, name: &str) -> Result<LayerId, Error> {
         let layers = &self.node.book.job.layers;
@@ -230,12 +235,33 @@ impl Session {
 
     /// Waits for the layer sent last and gives its memory back.
     pub fn receive(&self, layer: LayerId) -> Result<Received, Error> {
+        loop {
+            if let Some(received) = self.receive_unless(layer, || false)? {
+                return Ok(received);
+            }
+        }
+    }
+
+    /// As [`receive`](Session::receive), but asks twice a second whether the program has better things to do.
+    /// If so, there is no result, and the layer stays in flight.
+    pub fn receive_unless(
+        &self,
+        layer: LayerId,
+        mut interrupted: impl FnMut() -> bool,
+    ) -> Result<Option<Received>, Error> {
         let in_flight = self.state(layer)?.in_flight.as_ref().map(InFlight::clock);
         let Some(clock) = in_flight else {
             return Err(Error::NotInFlight { layer: self.name(layer) });
         };
         let patience = patience(self.timeout);
-        if !self.node.board.wait(layer, Instant::now() + patience)? {
+        let deadline = Instant::now() + patience;
+        while !self.node.board.wait(layer, deadline.min(Instant::now() + INTERRUPTIONS))? {
+            if interrupted() {
+                return Ok(None);
+            }
+            if Instant::now() < deadline {
+                continue;
+            }
             let missing = self.explain(layer);
             let layer = self.name(layer);
             let error = Error::Timeout { layer, clock, waited: patience, missing };
@@ -262,7 +288,7 @@ impl Session {
             }
             InFlight::Factors { values, rebuilt, .. } => (values, None, rebuilt),
         };
-        Ok(Received { result, gradient, clock, landed, rebuilt })
+        Ok(Some(Received { result, gradient, clock, landed, rebuilt }))
     }
 
     /// Whether [`receive`](Session::receive) would return without waiting.
@@ -279,13 +305,20 @@ impl Session {
     /// Says goodbye, goes on serving this node's shards until every other worker has too, and
     /// returns when the job is over.
     pub fn finish(mut self) -> Result<(), Error> {
+        self.say_goodbye()?;
+        self.finished = true;
+        self.node.join()
+    }
+
+    /// The first half of [`finish`](Session::finish): nothing is sent afterwards. A program with several sessions
+    /// says goodbye on all of them before it finishes one, because other workers may be waiting for it on any.
+    pub fn say_goodbye(&self) -> Result<(), Error> {
         self.node.board.failure().map_or(Ok(()), Err)?;
         for layer in self.layers.ids() {
             self.check_landed(layer, &*self.state(layer)?)?;
         }
-        self.finished = true;
         self.node.command_all(|| Command::Finish);
-        self.node.join()
+        Ok(())
     }
 
     /// Takes the job down and tells everybody why.
@@ -398,6 +431,9 @@ impl Session {
         Error::UnknownLayer { name: name.into(), known }
     }
 }
+
+/// How often a wait that may be interrupted asks whether it is.
+const INTERRUPTIONS: Duration = Duration::from_millis(500);
 
 /// How long a layer may take. The shards know better who is missing: their deadline comes first.
 fn patience(timeout: Duration) -> Duration {

@@ -1,8 +1,8 @@
-//! More sessions among the workers of a job: for another model, or another update rule.
+//! More sessions among the workers of a job, for another model or another update rule, and groups.
 
 use crate::config::Member;
 use crate::session::Builder;
-use crate::{Coordinator, Error, Session};
+use crate::{Config, Coordinator, Error, Group, Session};
 use poseidon_core::Servers;
 use std::net::{IpAddr, Ipv4Addr, ToSocketAddrs};
 
@@ -16,6 +16,23 @@ impl Session {
         name: &str,
         describe: impl FnOnce(Builder) -> Builder,
     ) -> Result<Self, Error> {
+        let (config, coordinator) = self.meeting_point(name)?;
+        let mut session = describe(Self::builder(config)).start()?;
+        session.beside = coordinator;
+        Ok(session)
+    }
+
+    /// The same workers as a group. Every worker calls it with the same `name`, which no sibling and no
+    /// other group of the job has.
+    pub fn group(&self, name: &str) -> Result<Group, Error> {
+        // The coordinator is needed until all have joined, which is when `start` returns.
+        let (config, _coordinator) = self.meeting_point(name)?;
+        let cluster = &self.book().cluster;
+        Group::start(&config, cluster.worker_ids().map(|worker| cluster.name(worker)).collect())
+    }
+
+    /// Where the workers meet for something called `name`. Worker 0 has the coordinator.
+    fn meeting_point(&self, name: &str) -> Result<(Config, Option<Coordinator>), Error> {
         let mut config = self.config.clone();
         config.cluster = format!("{}/{name}", config.cluster);
         config.servers = Servers::Colocated;
@@ -31,12 +48,10 @@ impl Session {
         let port = ports.first().and_then(|port| port.as_u64()).unwrap_or_default();
         let host = self.config.coordinator.rsplit_once(':').map_or("127.0.0.1", |(host, _)| host);
         config.coordinator = format!("{host}:{port}");
-        let mut session = describe(Self::builder(config)).start()?;
-        session.beside = coordinator;
-        Ok(session)
+        Ok((config, coordinator))
     }
 
-    fn coordinator_beside(&self, config: &crate::Config) -> Result<Coordinator, Error> {
+    fn coordinator_beside(&self, config: &Config) -> Result<Coordinator, Error> {
         let text = &self.config.coordinator;
         let resolved = text.to_socket_addrs().map_err(Error::io(format!("address {text}")))?;
         let ip = resolved

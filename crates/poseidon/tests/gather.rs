@@ -375,3 +375,17 @@ fn a_worker_that_is_killed_with_the_coordinator_in_it_is_named() {
         says(&error, &["lost worker 0"]);
     }
 }
+
+#[test]
+fn nobody_waits_for_a_worker_that_has_finished() {
+    let play = |session: Session| match session.rank() {
+        0 => Err(session.gather("epoch 1", &json!(1)).expect_err("worker 1 is gone")),
+        _ => session.finish(),
+    };
+    let results = perform(Layout::workers(2), |_| {}, play);
+    let Err(Error::Gather { why: GatherError::Departed { node }, .. }) = &results[0] else {
+        panic!("{:?}", results[0]);
+    };
+    assert_eq!(node, "worker 1");
+    says(results[1].as_ref().unwrap_err(), &["worker 0", "epoch 1", "worker 1 finished"]);
+}

@@ -3,7 +3,9 @@
 mod cluster;
 
 use cluster::Layout;
+use poseidon::group::{Request, Terms};
 use poseidon::{Error, Layer, Optimizer, Reduction, Session};
+use std::time::Duration;
 
 #[test]
 fn siblings_work_side_by_side() {
@@ -41,6 +43,67 @@ fn a_sibling_that_is_described_differently_does_not_start() {
         let words = started.err().expect("layers differ").to_string();
         assert!(words.contains("'a' of 10") && words.contains("'a' of 11"), "{words}");
         Ok(())
+    };
+    for result in Layout::workers(2).run(|builder| builder, work) {
+        result.unwrap();
+    }
+}
+
+#[test]
+fn the_same_workers_as_a_group() {
+    let work = |session: &Session| {
+        let group = session.group("talk")?;
+        let terms = Terms { timeout: Duration::from_secs(20), waits: true };
+        group.begin(Request::Barrier, terms, Box::new(()))?.wait(terms.timeout)?;
+        group.leave();
+        Ok((group.rank(), group.size()))
+    };
+    for (rank, result) in Layout::workers(3).run(|builder| builder, work).into_iter().enumerate() {
+        assert_eq!(result.unwrap(), (rank as u16, 3));
+    }
+}
+
+/// Worker 0 leaves while worker 1 waits for it on a sibling that worker 0 would finish last.
+#[test]
+fn goodbyes_on_all_sessions_come_before_any_wait() {
+    let work = |session: &Session| -> Result<(), Error> {
+        let open = |name| session.sibling(name, |builder| builder.layer(Layer::new("a", 10)));
+        let (first, second) = (open("first")?, open("second")?);
+        if session.rank() == 0 {
+            first.say_goodbye()?;
+            second.say_goodbye()?;
+            let outcome = first.finish();
+            assert!(matches!(outcome, Err(Error::Aborted { .. })), "{outcome:?}");
+            second.finish().expect_err("worker 1 has lost its patience");
+            return Ok(());
+        }
+        let a = second.layer("a")?;
+        second.send(a, vec![1.0; 10].into())?;
+        let words = second.receive(a).expect_err("worker 0 sends nothing").to_string();
+        assert!(words.contains("worker 0") && words.contains("finished"), "{words}");
+        first.abort("worker 0 is gone");
+        Ok(())
+    };
+    for result in Layout::workers(2).run(|builder| builder, work) {
+        result.unwrap();
+    }
+}
+
+#[test]
+fn a_wait_that_is_interrupted_can_be_taken_up_again() {
+    let work = |session: &Session| -> Result<(), Error> {
+        let sibling = session.sibling("one", |builder| builder.layer(Layer::new("a", 10)))?;
+        let a = sibling.layer("a")?;
+        if session.rank() == 0 {
+            sibling.send(a, vec![1.0; 10].into())?;
+            assert!(sibling.receive_unless(a, || true)?.is_none());
+        }
+        session.gather("interrupted", &().into())?;
+        if session.rank() == 1 {
+            sibling.send(a, vec![3.0; 10].into())?;
+        }
+        assert_eq!(sibling.receive(a)?.result[..], [2.0; 10]);
+        sibling.finish()
     };
     for result in Layout::workers(2).run(|builder| builder, work) {
         result.unwrap();

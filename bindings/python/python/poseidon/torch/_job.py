@@ -1,6 +1,8 @@
 """The job this process is in."""
 
 import atexit
+import os
+import sys
 from typing import Any, Callable, List, Optional, Sequence, Tuple
 
 import torch
@@ -16,8 +18,11 @@ class Job:
     """Sessions of models are siblings of the job's own, which has no layers."""
 
     session: Optional[_native.Session] = None
-    # What has to be closed before the job is left, in the order it was opened.
-    closers: List[Callable[[], None]] = []
+    # The process that joined. One forked from it has neither the threads nor a part in the job.
+    process = 0
+    # What has to be closed before the job is left, in the order it was opened. Each says goodbye, or the reason it
+    # is given, and returns what then waits for the others.
+    closers: List[Callable[..., Callable[[], None]]] = []
     models = 0
     sessions = 0
     barriers = 0
@@ -33,6 +38,11 @@ class Job:
         cls.sessions += 1
         return cls.get().sibling(f"torch {cls.sessions}", list(layers), **setup)
 
+    @classmethod
+    def group(cls) -> _native.Group:
+        cls.sessions += 1
+        return cls.get().group(f"torch {cls.sessions}")
+
 
 def init() -> None:
     """Joins the job that the environment describes, and waits for the other workers.
@@ -43,7 +53,8 @@ def init() -> None:
     if Job.session is not None:
         raise RuntimeError("poseidon.torch is already initialised")
     Job.session = _native.Session()
-    atexit.register(shutdown)
+    Job.process = os.getpid()
+    atexit.register(_leave_at_exit)
 
 
 def is_initialized() -> bool:
@@ -53,12 +64,39 @@ def is_initialized() -> bool:
 
 def shutdown() -> None:
     """Leaves the job; waits until every worker does. Called at exit if you do not."""
-    if Job.session is None:
+    if Job.session is None or os.getpid() != Job.process:
         return
-    for close in list(Job.closers):
-        close()
+    try:
+        # Goodbyes come first: whatever another worker is waiting for, it learns that this one is leaving.
+        waits = [close() for close in list(Job.closers)]
+        Job.session.say_goodbye()
+        for wait in waits:
+            wait()
+    except Exception as error:
+        _abort(str(error))
+        raise
     session, Job.session = Job.session, None
     session.finish()
+
+
+def _leave_at_exit() -> None:
+    if Job.session is None or os.getpid() != Job.process:
+        return
+    # Set by the interpreter when it prints what nobody caught.
+    error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+    if error is None:
+        shutdown()
+    else:
+        _abort(f"{type(error).__name__}: {error}")
+
+
+def _abort(because: str) -> None:
+    because = f"worker {rank()}: {because}"
+    for close in list(Job.closers):
+        close(because=because)
+    session, Job.session = Job.session, None
+    if session is not None:
+        session.abort(because)
 
 
 def rank() -> int:

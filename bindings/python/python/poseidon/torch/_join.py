@@ -14,11 +14,9 @@ class Join:
         self._model = model
         self._divides_by_all = divides_by_all
         self._throws = throws
-        self._session = Job.open([("still training", 3 * world_size(), None)], optimizer="sum")
+        self._session = Job.open([("still training", 2 * world_size(), None)], optimizer="sum")
         self._active: List[int] = list(range(world_size()))
         self._rates: List[float] = []
-        # By worker: whether the forward that begins shares buffers.
-        self._shares: List[float] = []
         self.is_through = False
 
     @property
@@ -48,8 +46,7 @@ class Join:
                 break
             if self._throws:
                 raise RuntimeError(f"worker {rank()} has no batches left")
-            if model.broadcast_buffers and self._shares[self.first_active]:
-                model._share_buffers()
+            model._share_buffers_in_join()
             if model._session is None:
                 model._start_session()
             if model._rule is not None:
@@ -62,23 +59,21 @@ class Join:
                 model.synchronize()
         # With update="server" parameters came back all the while; otherwise only workers that trained
         # have stepped.
-        if model._update == "worker":
-            model._share_parameters(last)
+        stepped = model._trainable.values() if model._update == "worker" else ()
+        model._shared.share(last, list(stepped))
 
     def close(self, because: Optional[str] = None) -> None:
         self._session.finish() if because is None else self._session.abort(because)
 
     def _ask(self) -> None:
-        flags = torch.zeros(3, world_size())
+        flags = torch.zeros(2, world_size())
         flags[0, rank()] = float(not self.is_through)
         if self._model._rule is not None:
             flags[1, rank()] = self._model._rule.rate()
-        flags[2, rank()] = float(self._model.training)
         add_up(self._session, 0, flags)
         self._active = [r for r, flag in enumerate(flags[0].tolist()) if flag > 0]
         # Of those that train: a schedule of one that does not has stopped.
         self._rates = flags[1].tolist()
-        self._shares = flags[2].tolist()
 
 
 class _no_gradients:

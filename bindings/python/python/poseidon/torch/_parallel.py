@@ -12,8 +12,9 @@ from torch.autograd import Variable
 from torch.utils._pytree import tree_leaves
 
 from poseidon import _native
+from poseidon.torch._buffers import Buffers
 from poseidon.torch._hooks import Hooks
-from poseidon.torch._job import Job, add_up, broadcast, memory, rank, world_size
+from poseidon.torch._job import Job, broadcast, memory, rank, world_size
 from poseidon.torch._join import Join
 from poseidon.torch._layers import (
     Factored,
@@ -51,7 +52,8 @@ class DistributedDataParallel(nn.Module):
     As torch's: parameters and buffers begin as rank 0's, ``state_dict`` has the same keys (those of
     the module behind ``module.``), ``no_sync`` accumulates locally, ``join`` is for uneven inputs.
 
-    * ``broadcast_buffers``: before each forward in training, buffers become rank 0's.
+    * ``broadcast_buffers``: before each forward of a synchronised step, and the first one after it, buffers become
+      rank 0's.
     * ``find_unused_parameters``: parameters may take no part in a step.
     * ``update``: ``worker`` (any torch optimizer) or ``server``: the shards take the steps, by the rule
       of a ``psd.SGD``, ``psd.Adam`` or ``psd.AdamW`` made from this model's parameters. Parameters then come back
@@ -120,7 +122,7 @@ class DistributedDataParallel(nn.Module):
         self._find_parameters()
         self._rule: Any = None
         self._session: Optional[_native.Session] = None
-        self._buffer_session: Optional[_native.Session] = None
+        self._shared = Buffers(self.module)
         self._units: List[Unit] = []
         self._unit_of: Dict[nn.Parameter, Unit] = {}
         self._usage_unit: Optional[Unit] = None
@@ -168,6 +170,8 @@ class DistributedDataParallel(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
+            if self._is_open and self._join is None:
+                self._share_buffers(False)
             return self.module(*args, **kwargs)
         self._begin_forward()
         if self._is_alone:
@@ -207,6 +211,8 @@ class DistributedDataParallel(nn.Module):
             return
         if self._update == "server" and not divide_by_initial_world_size:
             raise ValueError('with update="server" the shards divide by the number of all workers')
+        # Within it, buffers are shared at each step: nothing may be left from before.
+        self._share_buffers(False)
         self._join = Join(self, divide_by_initial_world_size, throw_on_early_termination)
         try:
             yield
@@ -225,7 +231,8 @@ class DistributedDataParallel(nn.Module):
         A model that is deleted, or whose module is wrapped again, does as much, but for its connections, threads and
         memory: they are given back when every worker's is gone and another model is wrapped.
         """
-        self._close()
+        if self._is_open and self._part is not None:
+            self._part.close()()
 
     def synchronize(self) -> None:
         """Waits for everything that is in flight: gradients are means, parameters are the new ones."""
@@ -272,12 +279,11 @@ class DistributedDataParallel(nn.Module):
             self._ending = None
         self._entered = set()
         self._forwards += 1
-        if not self._synchronises:
-            return
-        if self._join is not None:
+        if self._join is None:
+            self._share_buffers(self._synchronises)
+        elif self._synchronises:
             self._join.note_forward()
-        if self.training and self.broadcast_buffers:
-            self._share_buffers()
+            self._share_buffers_in_join()
 
     @torch.compiler.disable
     def _watched_forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -635,22 +641,17 @@ class DistributedDataParallel(nn.Module):
             factored.unit = None
             factored.reset()
 
-    def _share_buffers(self) -> None:
-        buffers = [b for b in self.module.buffers() if b.is_floating_point()]
-        if not buffers or world_size() == 1:
-            return
-        flat = torch.zeros(sum(b.numel() for b in buffers))
-        if self._buffer_session is None:
-            self._buffer_session = Job.open([("buffers", flat.numel(), None)], optimizer="sum")
-        _share(self._buffer_session, flat, buffers, 0 if self._join is None else self._join.first_active)
+    @torch.compiler.disable
+    @_or_abort
+    def _share_buffers(self, synchronises: bool) -> None:
+        if self.broadcast_buffers:
+            self._shared.begin_forward(synchronises)
 
-    def _share_parameters(self, root: int) -> None:
-        """Parameters and buffers become those of worker ``root``."""
-        tensors = [*self._trainable.values(), *(b for b in self.module.buffers() if b.is_floating_point())]
-        flat = torch.zeros(sum(t.numel() for t in tensors))
-        session = Job.open([("parameters", flat.numel(), None)], optimizer="sum")
-        _share(session, flat, tensors, root)
-        session.finish()
+    @_or_abort
+    def _share_buffers_in_join(self) -> None:
+        # Those who are through go along with every step of the others, and with nothing else they do.
+        if self.broadcast_buffers and self._join is not None:
+            self._shared.share(self._join.first_active)
 
     # The job.
 
@@ -716,25 +717,16 @@ class DistributedDataParallel(nn.Module):
             unpatch(factored)
         self._factored, self._leaving = [], []
         assert self._part is not None
-        self._part.leave([s for s in (self._session, self._buffer_session) if s is not None])
-        self._session = self._buffer_session = None
+        self._part.leave(self._session, self._shared)
+        self._session = None
 
-    def _close(self, because: Optional[str] = None) -> None:
+    def _close(self, because: str) -> None:
+        """Takes the job down, as far as it is this model's."""
         if self._is_open and self._part is not None:
             self._part.close(because)
 
     def _torn(self) -> str:
         return f"worker {rank()}: the last backward pass ended with an error, and not all of its gradients were sent"
-
-
-def _share(session: _native.Session, flat: Tensor, tensors: Sequence[Tensor], root: int) -> None:
-    """Float tensors become those of worker ``root``, by a session that adds; ``flat`` is zeros."""
-    if rank() == root:
-        torch.cat([t.detach().to("cpu", torch.float32).reshape(-1) for t in tensors], out=flat)
-    add_up(session, 0, flat)
-    with torch.no_grad():
-        for tensor, part in zip(tensors, flat.split([t.numel() for t in tensors])):
-            tensor.copy_(part.view_as(tensor))
 
 
 def _lies_in(parameter: nn.Parameter, values: Tensor) -> bool:

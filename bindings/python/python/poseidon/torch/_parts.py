@@ -2,14 +2,15 @@
 
 import json
 import weakref
-from typing import Any, Dict, List, Optional, Sequence
+from typing import Any, Callable, Dict, List, Optional
 
 from poseidon import _native
+from poseidon.torch._buffers import Buffers
 from poseidon.torch._job import Job
 
 
 class Part:
-    """A model's sessions, from when it lets go of them until they end.
+    """What a model has with the other workers, from when it lets go of it until it ends.
 
     To end a session, every worker has to. Garbage is not collected everywhere at the same time, so what a model
     leaves behind waits for the next point that all workers come to: another model, or the end of the job.
@@ -20,29 +21,45 @@ class Part:
     def __init__(self, model: Any, number: int):
         self._number = number
         self._model = weakref.ref(model)
-        self._left: Optional[Sequence[_native.Session]] = None
+        self._is_left = False
+        self._session: Optional[_native.Session] = None
+        self._buffers: Optional[Buffers] = None
         self._all[number] = self
         Job.closers.append(self.close)
 
-    def leave(self, sessions: Sequence[_native.Session]) -> None:
+    def leave(self, session: Optional[_native.Session], buffers: Buffers) -> None:
         """The model needs them no more."""
-        self._left = sessions
+        self._is_left = True
+        self._session, self._buffers = session, buffers
 
-    def close(self, because: Optional[str] = None) -> None:
-        """Ends the model's sessions, together with the other workers or, if there is a reason, at once."""
+    def close(self, because: Optional[str] = None) -> Callable[[], None]:
+        """Says goodbye, or why the model stops. What is returned waits for the others, who may wait for another model first."""
         model = self._model()
         if model is not None:
             model._leave(waits=because is None)
         if self._all.pop(self._number, None) is None:
-            return
+            return lambda: None
         Job.closers.remove(self.close)
-        for session in self._left or ():
-            session.finish() if because is None else session.abort(because)
+        if because is not None:
+            if self._session is not None:
+                self._session.abort(because)
+            if self._buffers is not None:
+                self._buffers.close(because)
+            return lambda: None
+        if self._session is not None:
+            self._session.say_goodbye()
+        return self._wait
+
+    def _wait(self) -> None:
+        if self._buffers is not None:
+            self._buffers.close()
+        if self._session is not None:
+            self._session.finish()
 
     @classmethod
     def close_those_left(cls, number: int) -> None:
-        """Before model ``number`` begins: ends the sessions of models that no worker has any more."""
-        mine: List[int] = [n for n, part in list(cls._all.items()) if part._left is not None]
+        """Before model ``number`` begins: ends what models have left that no worker has any more."""
+        mine: List[int] = [n for n, part in list(cls._all.items()) if part._is_left]
         everybodys = Job.get().gather(f"models left before {number}", json.dumps(mine))
         for n in sorted(set(mine).intersection(*map(json.loads, everybodys))):
-            cls._all[n].close()
+            cls._all[n].close()()

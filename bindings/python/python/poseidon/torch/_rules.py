@@ -104,6 +104,8 @@ class Rule(torch.optim.Optimizer):
 
     def _collect(self) -> Tuple[int, List[List[Optional[Tensor]]]]:
         """Steps taken and, by vector, each parameter's part of it, from all shards."""
+        if not self._owner._is_open:
+            raise RuntimeError("the shards' state ended with the job, or with the model's failure: collect it before")
         if self._owner._session is None:
             return self._loaded or (0, [])
         self._owner.synchronize()
