@@ -220,3 +220,34 @@ def test_what_cannot_be_is_refused():
 def test_an_abort_names_its_author_once():
     for rank, words in enumerate(run(stops, 4, timeout=60)):
         assert rank == 1 or words == "rank 1 stopped the job: the program aborted its process group"
+
+
+def beside_another():
+    rank, size = start("cpu:poseidon,cuda:gloo")
+    backend = lambda device: dist.group.WORLD._get_backend(torch.device(device)).name()
+    assert (backend("cpu"), backend("cuda")) == ("poseidon", "gloo")
+    pair = dist.new_group([0, 1])
+    x = torch.ones(3)
+    dist.all_reduce(x)
+    dist.all_reduce(x, group=pair)
+    assert torch.equal(x, torch.full((3,), 4.0))
+    work = dist.all_reduce(x, async_op=True)
+    assert torch.equal(work.get_future().then(lambda done: done.value()[0] + 1).wait(), torch.full((3,), 9.0))
+    got = torch.zeros(1)
+    if rank == 0:
+        dist.send(torch.ones(1), 1)
+    else:
+        dist.recv(got, 0)
+        assert got.item() == 1
+    objects = [None] * size
+    dist.all_gather_object(objects, rank)
+    assert objects == list(range(size))
+    net = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))
+    net(torch.full((2, 4), float(rank))).sum().backward()
+    assert torch.equal(net.module.weight.grad, torch.ones(4, 4))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def test_other_devices_may_have_another_backend():
+    run(beside_another, 2, timeout=60)

@@ -34,13 +34,27 @@ IDLE = 2
 # How long a rank that finds an old address waits before it looks again.
 PAUSE = 0.1
 
+# What torch calls a group with a single backend that is not its own.
+CUSTOM = "custom"
+
 _groups = weakref.WeakSet()
+# Those of groups that have other backends too, until they are left: C++ does not keep the Python side of a backend
+# alive.
+_shared = set()
 
 
 def create(options):
     """The process group for what torch asks for."""
     ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
     operations = _Operations(options.store, options.group_rank, ranks, options.timeout)
+    if options.process_group.name() != CUSTOM:
+        # One backend of several, as in cpu:poseidon,cuda:nccl: torch's own group has them all.
+        try:
+            operations.backend = Backend(options.group_rank, options.group_size, operations)
+        except TypeError as error:
+            raise RuntimeError("this version of torch cannot have backend poseidon beside others") from error
+        _shared.add(operations)
+        return operations.backend
     return ProcessGroup(options.store, options.group_rank, options.group_size, operations)
 
 
@@ -371,6 +385,7 @@ class _Operations:
 
     def leave(self):
         _groups.discard(self)
+        _shared.discard(self)
         self._group.leave(LEAVE)
         with self._lock:
             reporters = self._reporters - {threading.current_thread()}
