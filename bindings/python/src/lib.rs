@@ -72,6 +72,17 @@ impl From<LayerSpec> for Layer {
 struct Session {
     /// `None` once it is finished.
     inner: Mutex<Option<Arc<poseidon::Session>>>,
+    /// The process whose it is.
+    process: u32,
+}
+
+impl Drop for Session {
+    fn drop(&mut self) {
+        if std::process::id() != self.process {
+            // A process forked from it has none of the threads, and the connections are its parent's.
+            std::mem::forget(self.take());
+        }
+    }
 }
 
 /// Name, parameters, scheme, reason, bytes this worker sends a step.
@@ -333,7 +344,7 @@ impl Session {
 
 impl Session {
     fn wrap(session: poseidon::Session) -> Self {
-        Self { inner: Mutex::new(Some(Arc::new(session))) }
+        Self { inner: Mutex::new(Some(Arc::new(session))), process: std::process::id() }
     }
 
     fn session(&self) -> PyResult<Arc<poseidon::Session>> {

@@ -17,20 +17,20 @@ class Hooks:
     """
 
     def __init__(self, settle: Callable[[nn.Module], None]):
-        self._settle = _weakly(settle)
+        self._settle = weakly(settle)
         self._handles: List[Any] = []
         self._ids: Set[int] = set()
         self._hidden_on: List[nn.Module] = []
 
     def on_gradient(self, parameter: nn.Parameter, method: Callable[..., None]) -> None:
-        self._keep(parameter.register_post_accumulate_grad_hook(_weakly(method)))
+        self._keep(parameter.register_post_accumulate_grad_hook(weakly(method)))
 
     def before_forward(self, module: nn.Module, method: Callable[..., None]) -> None:
-        self._keep(module.register_forward_pre_hook(torch.compiler.disable(_weakly(method))))
+        self._keep(module.register_forward_pre_hook(torch.compiler.disable(weakly(method))))
         self.hide_on(module)
 
     def before_state_dict(self, module: nn.Module, method: Callable[..., None]) -> None:
-        self._keep(module.register_state_dict_pre_hook(_weakly(method)))
+        self._keep(module.register_state_dict_pre_hook(weakly(method)))
         self.hide_on(module)
 
     def hide_on(self, module: nn.Module) -> None:
@@ -61,7 +61,7 @@ class Hooks:
         return plain
 
 
-def _weakly(method: Callable[..., None]) -> Callable[..., None]:
+def weakly(method: Callable[..., None]) -> Callable[..., None]:
     """``method``, for as long as its object lives."""
     reference = weakref.WeakMethod(method)
 

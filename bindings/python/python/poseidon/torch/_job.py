@@ -28,6 +28,11 @@ class Job:
     barriers = 0
 
     @classmethod
+    def is_here(cls) -> bool:
+        """Whether this process has joined, and was not forked from one that has."""
+        return cls.session is not None and os.getpid() == cls.process
+
+    @classmethod
     def get(cls) -> _native.Session:
         if cls.session is None:
             raise RuntimeError("poseidon.torch is not initialised: call poseidon.torch.init() first")
@@ -64,7 +69,7 @@ def is_initialized() -> bool:
 
 def shutdown() -> None:
     """Leaves the job; waits until every worker does. Called at exit if you do not."""
-    if Job.session is None or os.getpid() != Job.process:
+    if not Job.is_here():
         return
     try:
         # Goodbyes come first: whatever another worker is waiting for, it learns that this one is leaving.
@@ -80,7 +85,7 @@ def shutdown() -> None:
 
 
 def _leave_at_exit() -> None:
-    if Job.session is None or os.getpid() != Job.process:
+    if not Job.is_here():
         return
     # Set by the interpreter when it prints what nobody caught.
     error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)

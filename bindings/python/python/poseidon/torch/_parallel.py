@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from poseidon import _native
 from poseidon.torch._buffers import Buffers
-from poseidon.torch._hooks import Hooks
+from poseidon.torch._hooks import Hooks, weakly
 from poseidon.torch._job import Job, broadcast, memory, rank, world_size
 from poseidon.torch._join import Join
 from poseidon.torch._layers import (
@@ -165,7 +165,8 @@ class DistributedDataParallel(nn.Module):
         MODELS.add(self)
 
     def __del__(self) -> None:
-        if "_part" in self.__dict__:  # which it is not if the constructor has refused its arguments
+        # Not if the constructor has refused its arguments, nor in a process forked from the one that made it.
+        if "_part" in self.__dict__ and Job.is_here():
             self._let_go()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -313,7 +314,7 @@ class DistributedDataParallel(nn.Module):
         """Backward begins at the outputs, in the outermost pass: one in a checkpoint is part of it."""
         for output in tree_leaves(result):
             if isinstance(output, Tensor) and output.requires_grad and output.grad_fn is not None:
-                output.register_hook(self._on_output)
+                output.register_hook(weakly(self._on_output))
 
     def _give_up(self, factored: Factored) -> None:
         """A layer will not go by factors. What recomputes its forward in this pass still has to find it as it was."""
