@@ -378,9 +378,11 @@ mod tests {
     /// Engines with a link between any two.
     fn engines(size: usize) -> Vec<Engine> {
         let mut links: Vec<Vec<(NodeId, Box<dyn Link>)>> = (0..size).map(|_| Vec::new()).collect();
+        // This seed cuts none of the first six reads and writes of an end.
+        let shape = Shape { seed: 1430, ..Shape::default() };
         for b in 0..size {
             for a in 0..b {
-                let (one, other) = pair(VirtualClock::new(), Shape::default());
+                let (one, other) = pair(VirtualClock::new(), shape);
                 links[a].push((NodeId(b as u16), Box::new(one)));
                 links[b].push((NodeId(a as u16), Box::new(other)));
             }
@@ -410,6 +412,7 @@ mod tests {
         assert!(broadcast(2).is_done() && !received.is_done());
         engines[1].abort("enough", Duration::ZERO);
         engines[1].turn(Duration::ZERO);
+        engines[0].peers().for_each(|peer| peer.handle_ready(true, true, false));
         engines[0].turn(Duration::ZERO);
         assert!(received.is_done() && received.failure().is_none());
         assert_eq!(values[0], [7; 4]);
