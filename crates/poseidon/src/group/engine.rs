@@ -172,10 +172,13 @@ impl Engine {
                 heard = heard.and(peer.read(&mut self.desk, &mut self.scratch, now));
             }
         }
+        if let Err(error) = heard {
+            self.sweep();
+            return Err(error);
+        }
         self.post();
         self.write_burst(now);
         self.sweep();
-        heard?;
         if self.peers.iter().flatten().any(|peer| peer.gone.is_some()) {
             self.check_gone()?;
         }
