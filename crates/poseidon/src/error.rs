@@ -207,7 +207,9 @@ pub enum Error {
         why: String,
     },
     /// The group was made by another process, which this one was forked from.
-    #[error("this process group belongs to process {owner}, of which this one is a fork: make a new one here")]
+    #[error(
+        "this process group belongs to process {owner}, of which this one is a fork: make a new one here"
+    )]
     Forked {
         /// The process that made it.
         owner: u32,

@@ -172,10 +172,13 @@ impl Engine {
                 heard = heard.and(peer.read(&mut self.desk, &mut self.scratch, now));
             }
         }
+        if let Err(error) = heard {
+            self.sweep();
+            return Err(error);
+        }
         self.post();
         self.write_burst(now);
         self.sweep();
-        heard?;
         if self.peers.iter().flatten().any(|peer| peer.gone.is_some()) {
             self.check_gone()?;
         }
@@ -365,4 +368,58 @@ fn is_from_any(course: &Course) -> bool {
 fn left(engine: &Engine) -> Error {
     let node = engine.desk.names[usize::from(engine.desk.me)].clone();
     Error::Aborted { node, reason: "it has left the group".into() }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::group::Tensor;
+    use poseidon_core::Dtype;
+    use poseidon_link::memory::{Shape, VirtualClock, pair};
+    use std::ptr::NonNull;
+
+    /// Engines with a link between any two.
+    fn engines(size: usize) -> Vec<Engine> {
+        let mut links: Vec<Vec<(NodeId, Box<dyn Link>)>> = (0..size).map(|_| Vec::new()).collect();
+        // This seed cuts none of the first six reads and writes of an end.
+        let shape = Shape { seed: 1430, ..Shape::default() };
+        for b in 0..size {
+            for a in 0..b {
+                let (one, other) = pair(VirtualClock::new(), shape);
+                links[a].push((NodeId(b as u16), Box::new(one)));
+                links[b].push((NodeId(a as u16), Box::new(other)));
+            }
+        }
+        let names = (0..size).map(|rank| format!("rank {rank}")).collect::<Vec<_>>();
+        let engine = |(rank, links)| {
+            Engine::new(rank as u16, names.clone(), links, Duration::from_secs(9), Duration::ZERO)
+        };
+        links.into_iter().enumerate().map(engine).collect()
+    }
+
+    #[test]
+    fn an_abort_does_not_undo_what_others_have_sent_before() {
+        let mut engines = engines(3);
+        let mut values = [[0u8; 4], [0; 4], [7; 4]];
+        let mut broadcast = |rank: usize| {
+            let start = NonNull::from(&mut values[rank]).cast();
+            // SAFETY: four bytes, not looked at before the operation is done.
+            let tensor = unsafe { Tensor::from_raw(start, 4, Dtype::U8) };
+            let progress = Arc::new(Progress::new(Box::new(())));
+            let request = Request::Broadcast { tensor, root: 2 };
+            engines[rank].begin(&request, Duration::from_secs(1), progress.clone(), Duration::ZERO);
+            engines[rank].turn(Duration::ZERO);
+            progress
+        };
+        let received = broadcast(0);
+        assert!(broadcast(2).is_done() && !received.is_done());
+        engines[1].abort("enough", Duration::ZERO);
+        engines[1].turn(Duration::ZERO);
+        engines[0].peers().for_each(|peer| peer.handle_ready(true, true, false));
+        engines[0].turn(Duration::ZERO);
+        assert!(received.is_done() && received.failure().is_none());
+        assert_eq!(values[0], [7; 4]);
+        let failure = engines[0].failure.as_ref().map(Error::to_string);
+        assert_eq!(failure.as_deref(), Some("rank 1 stopped the job: enough"));
+    }
 }

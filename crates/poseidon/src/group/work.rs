@@ -112,7 +112,7 @@ impl Progress {
         followed.take()
     }
 
-    fn failure(&self) -> Option<Error> {
+    pub(super) fn failure(&self) -> Option<Error> {
         self.failure.get().cloned()
     }
 
