@@ -23,15 +23,17 @@ pub struct Factors<'a> {
     pub v: &'a [f32],
 }
 
+/// A worker's last chunk that is too long for its place: all of its rows.
+type Chunk = (NodeId, Arc<[f32]>);
+
 /// The two matrices of one layer. The session and the lanes share them for the life of the node.
 #[derive(Debug)]
 pub(crate) struct Meeting {
     pub(crate) layer: LayerId,
     pub(crate) layout: Layout,
     places: [Buffer; 2],
-    /// For each place, last chunks that are too long for it: whose, and all of their rows. Locked only by who has one, and
-    /// once a step.
-    long: [Mutex<Vec<(NodeId, Arc<[f32]>)>>; 2],
+    /// By place. Locked only by who has one, and once a step.
+    long: [Mutex<Vec<Chunk>>; 2],
 }
 
 /// Some rows of a meeting's matrix, or a last chunk that is too long for it, in the hands of the lane they belong to.
@@ -80,7 +82,7 @@ impl Meeting {
         self.long(place).push((worker, chunk));
     }
 
-    fn long(&self, place: usize) -> MutexGuard<'_, Vec<(NodeId, Arc<[f32]>)>> {
+    fn long(&self, place: usize) -> MutexGuard<'_, Vec<Chunk>> {
         self.long[place].lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -115,7 +117,7 @@ impl Rows {
     ) -> Self {
         let place = place(clock);
         let is_long = meeting.layout.placed(me, &range) != range;
-        let own = |(worker, chunk): &(NodeId, Arc<[f32]>)| (*worker == me).then(|| chunk.clone());
+        let own = |(worker, chunk): &Chunk| (*worker == me).then(|| chunk.clone());
         let apart = is_long.then(|| meeting.long(place).iter().find_map(own)).flatten();
         Self { meeting, place, range, apart }
     }

@@ -194,8 +194,8 @@ fn converse(
     let mut coordinator = reach(node, patience)?;
     let heard = coordinator.write_all(&post).and_then(|()| receive(&mut coordinator));
     let workers = node.book.cluster.workers();
-    if let (Err(_), Some(departed)) = (&heard, coordinator.departed) {
-        return Err(GatherError::Departed { node: node.book.cluster.name(departed.0) });
+    if let (Err(_), Some(departed), None) = (&heard, coordinator.departed, node.board.failure()) {
+        return Err(GatherError::Departed { node: node.book.cluster.name(departed) });
     }
     let why = match heard {
         Ok(Message::Gathered { values }) if values.len() == workers => return Ok(values),
@@ -240,8 +240,8 @@ struct Watched<'a> {
     stream: Stream,
     board: &'a Board,
     deadline: Instant,
-    /// A node that has said goodbye, and when that was noticed.
-    departed: Option<(NodeId, Instant)>,
+    /// A node that has said goodbye: the deadline is a near one since.
+    departed: Option<NodeId>,
 }
 
 impl Watched<'_> {
@@ -255,7 +255,7 @@ impl Watched<'_> {
             if self.departed.is_none()
                 && let Some(node) = self.board.departed()
             {
-                self.departed = Some((node, now));
+                self.departed = Some(node);
                 // It may have posted before it left, and the answer be under way.
                 self.deadline = self.deadline.min(now + LAST_WORDS);
             }

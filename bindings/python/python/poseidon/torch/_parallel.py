@@ -156,8 +156,7 @@ class DistributedDataParallel(Backward):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
-            if self._is_open and self._join is None:
-                self._share_buffers(False)
+            self._begin_evaluation()
             return self.module(*args, **kwargs)
         self._begin_forward()
         if self._is_alone:
@@ -270,6 +269,12 @@ class DistributedDataParallel(Backward):
         elif self._synchronises:
             self._join.note_forward()
             self._share_buffers_in_join()
+
+    @torch.compiler.disable
+    def _begin_evaluation(self) -> None:
+        # A model whose job has ended can still be evaluated; in join, others who are through would not take part.
+        if self._is_open and self._join is None:
+            self._share_buffers(False)
 
     @torch.compiler.disable
     def _watched_forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -433,7 +438,6 @@ class DistributedDataParallel(Backward):
             factored.unit = None
             factored.reset()
 
-    @torch.compiler.disable
     @or_abort
     def _share_buffers(self, synchronises: bool) -> None:
         if self.broadcast_buffers:
