@@ -189,7 +189,7 @@ fn wrong_calls_say_what_to_do_instead() {
         let conv_factors = session.send_factors(conv, &some(1), Buffer::zeroed(50));
         says(conv_factors, &["'conv' goes by ps", "send its gradient"]);
         // Never touched: a frame of 256 MiB has 4 Mi rows of 16 numbers.
-        let (many, u, v) = (5 << 20, vec![0.0; 5 * M << 20], vec![0.0; 5 * N << 20]);
+        let (many, u, v) = (5 << 20, vec![0.0; (5 * M) << 20], vec![0.0; (5 * N) << 20]);
         let too_many = session.send_factors(fc, &[Factors { u: &u, v: &v }], room());
         says(too_many, &["'fc'", &format!("{many} rows"), "8 were announced", "at most 4194"]);
         let uneven = [Factors { u: &u[..M], v: &v[..2 * N] }];
