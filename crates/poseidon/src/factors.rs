@@ -55,6 +55,29 @@ impl Meeting {
         Self { layer, layout, places, long: Default::default() }
     }
 
+    /// The rows of `parts` together, or why they cannot be this layer's.
+    pub(crate) fn count_rows(&self, parts: &[Factors<'_>]) -> Result<usize, String> {
+        let (m, n, most) = (self.layout.m, self.layout.n, self.layout.most_rows());
+        let mut rows = 0;
+        for Factors { u, v } in parts {
+            let part = u.len() / m.max(1);
+            if u.len() != part * m || v.len() != part * n {
+                let (u, v) = (u.len(), v.len());
+                return Err(format!(
+                    "expected rows of {m} and {n} numbers, got {u} and {v} in all"
+                ));
+            }
+            rows += part;
+        }
+        if rows > most {
+            let batch = self.layout.batch;
+            return Err(format!(
+                "{rows} rows of factors: {batch} were announced, at most {most} can go"
+            ));
+        }
+        Ok(rows)
+    }
+
     /// Writes this worker's rows of `clock` and blanks the rest of its block. The caller has checked
     /// the lengths and sends `clock` next: no lane reads or writes this block until then. Rows that are too many are
     /// written once more, with the last chunk they go out with.

@@ -3,7 +3,7 @@
 use crate::book::{Book, Job};
 use crate::config::{Config, Member};
 use crate::exchange::Exchange;
-use crate::factors::{Factors, Meeting};
+use crate::factors::Factors;
 use crate::lane::Command;
 use crate::layers::{InFlight, LayerState, Layers, Workshop};
 use crate::node::Node;
@@ -202,7 +202,8 @@ impl Session {
             return Err(Error::Scheme { layer, scheme, instead });
         };
         self.check_length(layer, "buffer of values", &values)?;
-        let rows = count_rows(meeting, parts)
+        let rows = meeting
+            .count_rows(parts)
             .map_err(|why| Error::Factors { layer: self.name(layer), why })?;
         self.check_landed(layer, &state)?;
         let rate = self.check_step(layer, &state)?;
@@ -438,27 +439,6 @@ const INTERRUPTIONS: Duration = Duration::from_millis(500);
 /// How long a layer may take. The shards know better who is missing: their deadline comes first.
 fn patience(timeout: Duration) -> Duration {
     timeout + Duration::from_secs(2)
-}
-
-/// The rows of `parts` together, or why they cannot be this layer's.
-fn count_rows(meeting: &Meeting, parts: &[Factors<'_>]) -> Result<usize, String> {
-    let (m, n, most) = (meeting.layout.m, meeting.layout.n, meeting.layout.most_rows());
-    let mut rows = 0;
-    for Factors { u, v } in parts {
-        let part = u.len() / m.max(1);
-        if u.len() != part * m || v.len() != part * n {
-            let (u, v) = (u.len(), v.len());
-            return Err(format!("expected rows of {m} and {n} numbers, got {u} and {v} in all"));
-        }
-        rows += part;
-    }
-    if rows > most {
-        let batch = meeting.layout.batch;
-        return Err(format!(
-            "{rows} rows of factors: {batch} were announced, at most {most} can go"
-        ));
-    }
-    Ok(rows)
 }
 
 impl Drop for Session {

@@ -374,9 +374,7 @@ fn left(engine: &Engine) -> Error {
 mod tests {
     use super::*;
     use crate::group::Tensor;
-    use poseidon_core::Dtype;
     use poseidon_link::memory::{Shape, VirtualClock, pair};
-    use std::ptr::NonNull;
 
     /// Engines with a link between any two.
     fn engines(size: usize) -> Vec<Engine> {
@@ -402,9 +400,7 @@ mod tests {
         let mut engines = engines(3);
         let mut values = [[0u8; 4], [0; 4], [7; 4]];
         let mut broadcast = |rank: usize| {
-            let start = NonNull::from(&mut values[rank]).cast();
-            // SAFETY: four bytes, not looked at before the operation is done.
-            let tensor = unsafe { Tensor::from_raw(start, 4, Dtype::U8) };
+            let tensor = Tensor::over(&mut values[rank]);
             let progress = Arc::new(Progress::new(Box::new(())));
             let request = Request::Broadcast { tensor, root: 2 };
             engines[rank].begin(&request, Duration::from_secs(1), progress.clone(), Duration::ZERO);
