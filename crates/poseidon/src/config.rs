@@ -204,7 +204,6 @@ impl Config {
     }
 }
 
-/// The address or interface to listen on, if the environment names one.
 /// How long nodes wait for each other when they start: `POSEIDON_CONNECT_TIMEOUT`, or if that is not set `otherwise`,
 /// but no longer than a year.
 pub fn connect_timeout(otherwise: Duration) -> Result<Duration, Error> {
@@ -215,6 +214,7 @@ pub fn connect_timeout(otherwise: Duration) -> Result<Duration, Error> {
     }
 }
 
+/// The address or interface to listen on, if the environment names one.
 pub(crate) fn wanted_address() -> Option<String> {
     std::env::var("POSEIDON_ADDRESS").ok().filter(|address| !address.is_empty())
 }
