@@ -201,7 +201,6 @@ def refusals():
 def stops():
     """Rank 1 stops the group; the others say so to each other as well."""
     rank, _ = start()
-    dist.barrier()
     if rank == 1:
         dist.group.WORLD.abort()
         return None

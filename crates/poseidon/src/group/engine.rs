@@ -373,7 +373,6 @@ fn left(engine: &Engine) -> Error {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::group::Tensor;
     use poseidon_link::memory::{Shape, VirtualClock, pair};
 
     /// Engines with a link between any two.
@@ -398,23 +397,23 @@ mod tests {
     #[test]
     fn an_abort_does_not_undo_what_others_have_sent_before() {
         let mut engines = engines(3);
-        let mut values = [[0u8; 4], [0; 4], [7; 4]];
-        let mut broadcast = |rank: usize| {
-            let tensor = Tensor::over(&mut values[rank]);
+        let now = Duration::ZERO;
+        let begun = engines.iter_mut().map(|engine| {
             let progress = Arc::new(Progress::new(Box::new(())));
-            let request = Request::Broadcast { tensor, root: 2 };
-            engines[rank].begin(&request, Duration::from_secs(1), progress.clone(), Duration::ZERO);
-            engines[rank].turn(Duration::ZERO);
+            engine.begin(&Request::Barrier, Duration::from_secs(1), progress.clone(), now);
             progress
-        };
-        let received = broadcast(0);
-        assert!(broadcast(2).is_done() && !received.is_done());
-        engines[1].abort("enough", Duration::ZERO);
-        engines[1].turn(Duration::ZERO);
+        });
+        let begun: Vec<_> = begun.collect();
+        for rank in [0, 1, 2, 1] {
+            engines[rank].peers().for_each(|peer| peer.handle_ready(true, true, false));
+            engines[rank].turn(now);
+        }
+        assert!(begun[1].is_done() && begun[2].is_done() && !begun[0].is_done());
+        engines[1].abort("enough", now);
+        engines[1].turn(now);
         engines[0].peers().for_each(|peer| peer.handle_ready(true, true, false));
-        engines[0].turn(Duration::ZERO);
-        assert!(received.is_done() && received.failure().is_none());
-        assert_eq!(values[0], [7; 4]);
+        engines[0].turn(now);
+        assert!(begun[0].is_done() && begun[0].failure().is_none());
         let failure = engines[0].failure.as_ref().map(Error::to_string);
         assert_eq!(failure.as_deref(), Some("rank 1 stopped the job: enough"));
     }

@@ -23,13 +23,6 @@ impl Tensor {
         Self { region: Region { start, len: count * dtype.size() }, dtype }
     }
 
-    /// Bytes that a test does not look at until the operation is done.
-    #[cfg(test)]
-    pub(super) fn over(memory: &mut [u8]) -> Self {
-        let region = Region { start: NonNull::from(&mut *memory).cast(), len: memory.len() };
-        Self { region, dtype: Dtype::U8 }
-    }
-
     /// Its number of elements.
     pub fn count(&self) -> usize {
         self.region.len / self.dtype.size()
