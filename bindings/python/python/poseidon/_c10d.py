@@ -47,7 +47,9 @@ def create(options):
     """The process group for what torch asks for."""
     ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
     operations = _Operations(options.store, options.group_rank, ranks, options.timeout)
-    if options.process_group.name() != CUSTOM:
+    # Older torch (2.11, for one) does not say: a backend cannot know then that it is one of several.
+    whole = getattr(options, "process_group", None)
+    if whole is not None and whole.name() != CUSTOM:
         # One backend of several, as in cpu:poseidon,cuda:nccl: torch's own group has them all.
         try:
             operations.backend = Backend(options.group_rank, options.group_size, operations)
