@@ -71,6 +71,17 @@ def change_between(model, _):
     loss(model, 3).backward()
 
 
+def change_once(model, _):
+    with model.no_sync():
+        loss(model, 1).backward()
+    for p in model.parameters():
+        if p.grad is not None:
+            p.grad.mul_(0.5)
+    with model.no_sync():
+        loss(model, 2).backward()
+    loss(model, 3).backward()
+
+
 def keep_old_gradients(model, _):
     loss(model, 1).backward()
     with model.no_sync():
@@ -133,7 +144,7 @@ def other_weights(model, _):
 
 
 PLAIN = [
-    accumulate, discard, discard_to_zeros, change_between, keep_old_gradients, reuse_the_input, zero_before_backward,
+    accumulate, discard, discard_to_zeros, change_between, change_once, keep_old_gradients, reuse_the_input, zero_before_backward,
     keep_a_graph, look_without_backward, more_rows_each_time, hold_gradients, other_weights,
 ]  # fmt: skip
 

@@ -204,9 +204,10 @@ class Factored:
         return True
 
     def _keep(self, u: Tensor, v: Tensor) -> None:
-        if not self.parts or self._is_touched():
-            self.parts = []
+        if not self.parts:
             self.before = {p: None if p.grad is None else p.grad.clone() for p in self.parameters}
+        elif self._is_touched():
+            self._take_gradients()
         # Copies: the program may write its next batch to the same memory.
         self.parts.append((_factor(u).clone(), _factor(v).clone()))
 
@@ -218,19 +219,19 @@ class Factored:
     def _is_touched(self) -> bool:
         return any(_trace(p.grad) != self.after.get(p) for p in self.parameters)
 
+    def _take_gradients(self) -> None:
+        """Somebody has changed the gradients: what counts is what is there now, and nothing from before."""
+        is_zero = not any(p.grad is not None and bool(p.grad.any()) for p in self.parameters)
+        self.parts = [] if is_zero else [as_factors(self.linear)]
+        self.before = {}
+
     def settle(self) -> None:
         """A synchronised backward begins: what was accumulated goes with it, as factors."""
-        if self.parts and not self._is_touched():
+        if self.parts:
+            if self._is_touched():
+                self._take_gradients()
             for p in self.parameters:
-                p.grad = self.before[p]
-        elif self.parts:
-            # Somebody has: what counts is what is there now.
-            self.parts = []
-            gradients = [p.grad for p in (self.linear.weight, self.linear.bias) if p is not None]
-            if any(g is not None and bool(g.any()) for g in gradients):
-                self.parts = [as_factors(self.linear)]
-            for p in self.parameters:
-                p.grad = None
+                p.grad = self.before.get(p)
         self.before, self.after = {}, {}
 
     def done(self) -> None:

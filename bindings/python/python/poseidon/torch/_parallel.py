@@ -51,8 +51,8 @@ class DistributedDataParallel(Backward):
       ``init_sync``, ``check_reduction``: taken so that calls of torch's work as they are; without effect.
       ``process_group`` may be one of all workers; ``mixed_precision`` is refused.
 
-    During ``no_sync``, Linear layers that go by factors keep those instead of a gradient: their
-    ``weight.grad`` is complete after the next synchronised backward.
+    During ``no_sync``, Linear layers that go by factors make gradients as ever, and keep copies of their factors beside
+    them, which are sent instead if nobody changes the gradients.
 
     How layers go is decided at the first synchronised backward, when it is known how many rows each
     Linear layer sees. ``sessions_plan()`` then tells.
