@@ -1,13 +1,12 @@
 """The nets of `cargo xtask bench torch`, each with a batch to train on."""
 
-import contextlib
 import math
 import time
+import warnings
 
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 
 BATCH = 32
 
@@ -18,7 +17,7 @@ class VirtualVgg(nn.Module):
     Both dimensions of every layer are divided by sqrt(8): 18.0M parameters. Each layer sleeps its
     share, by operations, of 1/6 s forward and 1/3 s backward. Convolutions have weights and gradients
     but compute nothing; the Linear layers are torch's own, because their factors are exchanged, but
-    under `computing` their products are skipped.
+    their products are skipped.
     """
 
     FORWARD, BACKWARD = 1 / 6, 1 / 3
@@ -38,6 +37,7 @@ class VirtualVgg(nn.Module):
         self.fc = nn.ModuleList(nn.Linear(scaled(n), scaled(m)) for n, m in zip(self.FC, self.FC[1:]))
         self.work += [n * m for n, m in zip(self.FC, self.FC[1:])]
         self.features = torch.rand(BATCH, self.fc[0].in_features)
+        self.no_products = NoProducts()
 
     def forward(self, x):
         share = [work / sum(self.work) for work in self.work]
@@ -75,18 +75,22 @@ class _VirtualConv(torch.autograd.Function):
         return gradient.clone(), weight, bias, None, None, None
 
 
-class NoProducts(TorchDispatchMode):
-    """Instead of a product of matrices, gives numbers of the right shape: the time it takes is slept already."""
+class NoProducts:
+    """While one is kept, a product of matrices is numbers of the right shape: the time it takes is slept already.
 
-    PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+    Other kernels for two operators, because a dispatch mode would cost some 30 us of Python for each operator of every
+    kind, and more of them the more a contender does.
+    """
 
     def __init__(self):
-        super().__init__()
         self.made = {}
+        self.kernels = torch.library.Library("aten", "IMPL")
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="(?s).*[Oo]verriding a previously registered kernel")
+            for product in ("mm", "addmm"):
+                self.kernels.impl(product, self.product, "CPU")
 
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if function not in self.PRODUCTS:
-            return function(*args, **(kwargs or {}))
+    def product(self, *args, **_):
         shape = args[-2].shape[0], args[-1].shape[1]
         if shape not in self.made:
             self.made[shape] = torch.randn(shape) * 1e-3
@@ -165,9 +169,11 @@ def transformer():
     return Transformer(), torch.randint(0, 2000, (4, 128)), torch.arange(4) % 10
 
 
-NETS = {"vgg": vgg, "fc": fc, "cnn": cnn, "transformer": transformer}
+def deep():
+    """Many small parameters: what a contender does for each of them shows."""
+    width = 64
+    blocks = ([nn.Linear(width, width), nn.LayerNorm(width), nn.ReLU()] for _ in range(100))
+    return nn.Sequential(*(module for block in blocks for module in block)), torch.rand(8, width), torch.arange(8) % 10
 
 
-def computing(net):
-    """The context in which a net computes."""
-    return NoProducts() if net == "vgg" else contextlib.nullcontext()
+NETS = {"vgg": vgg, "fc": fc, "cnn": cnn, "transformer": transformer, "deep": deep}

@@ -41,12 +41,9 @@ def main():
     net, x, y = torch_nets.NETS[args.net]()
     net, optimizer, barrier, leave = prepare(args.contender, net)
 
-    computing = torch_nets.computing(args.net)
-
     def step():
         optimizer.zero_grad()
-        with computing:
-            F.cross_entropy(net(x), y).backward()
+        F.cross_entropy(net(x), y).backward()
         optimizer.step()
 
     for _ in range(WARM_UP):

@@ -9,12 +9,14 @@ const PACKAGE: &str = "bindings/python";
 /// A virtual environment of its own.
 const ENV: &str = "bindings/python/.env";
 /// What has to be importable before the package is built.
-const NEEDS: &str = "import expecttest, maturin, numpy, pytest, torch";
+const NEEDS: &str = "import expecttest, maturin, mypy, numpy, pytest, torch";
 
-/// Builds the package into its own environment and runs its tests, the examples among them, and PyTorch's
-/// own tests of `torch.distributed` against the backend.
+/// Builds the package into its own environment, checks its types and runs its tests, the examples among them, and
+/// PyTorch's own tests of `torch.distributed` against the backend.
 pub(crate) fn test() -> Result<Outcome> {
     let python = prepare()?;
+    let settings = format!("{PACKAGE}/pyproject.toml");
+    succeed(&mut command(&[&python, "-m", "mypy", "--config-file", &settings]))?;
     succeed(
         command(&[&python, "-m", "pytest", "-q", "--durations=3"]).arg(format!("{PACKAGE}/tests")),
     )?;

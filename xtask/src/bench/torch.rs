@@ -64,6 +64,8 @@ enum Part {
     Fc,
     /// A transformer where factors never pay, on a virtual cluster; needs root
     Transformer,
+    /// Many small layers, on a virtual cluster; needs root
+    Deep,
 }
 
 /// Measures, and writes the record.
@@ -72,7 +74,7 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     if parts.is_empty() {
         parts = Part::value_variants().to_vec();
     }
-    let in_cluster = [Part::Vgg, Part::Fc, Part::Transformer];
+    let in_cluster = [Part::Vgg, Part::Fc, Part::Transformer, Part::Deep];
     if in_cluster.iter().any(|part| parts.contains(part)) {
         cluster::check()?;
     }
@@ -95,6 +97,7 @@ pub(crate) fn run(args: &Args) -> Result<()> {
             Part::Vgg => scaling::run(&lab, scaling::VGG, &lab.nodes),
             Part::Fc => scaling::run(&lab, scaling::FC, lab.most_nodes()),
             Part::Transformer => scaling::run(&lab, scaling::TRANSFORMER, lab.most_nodes()),
+            Part::Deep => scaling::run(&lab, scaling::DEEP, lab.most_nodes()),
         };
         // The other parts are worth measuring even if this one cannot be.
         if let Err(error) = &finding {
@@ -121,6 +124,7 @@ impl Part {
             Self::Vgg => "vgg",
             Self::Fc => "fc",
             Self::Transformer => "transformer",
+            Self::Deep => "deep",
         }
     }
 }

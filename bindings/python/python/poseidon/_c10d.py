@@ -16,6 +16,7 @@ import socket
 import threading
 import time
 import weakref
+from typing import Any, Set
 from datetime import timedelta
 
 import torch
@@ -37,10 +38,10 @@ PAUSE = 0.1
 # What torch calls a group with a single backend that is not its own.
 CUSTOM = "custom"
 
-_groups = weakref.WeakSet()
+_groups: "weakref.WeakSet[Any]" = weakref.WeakSet()
 # Those of groups that have other backends too, until they are left: C++ does not keep the Python side of a backend
 # alive.
-_shared = set()
+_shared: Set[Any] = set()
 
 
 def create(options):

@@ -32,8 +32,9 @@ OPS = {
     dist.ReduceOp.BOR: 6,
     dist.ReduceOp.BXOR: 7,
 }
-NAMES = {int(op): name for name, op in dist.ReduceOp.RedOpType.__members__.items()}
-NUMBERS = {int(op): number for op, number in OPS.items()}
+# Their stubs do not say that they are numbers.
+NAMES = {int(op): name for name, op in dist.ReduceOp.RedOpType.__members__.items()}  # type: ignore[call-overload]
+NUMBERS = {int(op): number for op, number in OPS.items()}  # type: ignore[call-overload]
 
 
 class Lent:

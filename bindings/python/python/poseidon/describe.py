@@ -10,7 +10,7 @@ import json
 import os
 import sys
 from collections import OrderedDict
-from typing import Any, Dict, List, Optional, Tuple
+from typing import Any, Dict, List, Optional, Set, Tuple
 
 import torch
 from torch import Tensor, nn
@@ -72,7 +72,7 @@ class _Trace(TorchDispatchMode):
         self.called: List[int] = []
         self.current: List[_Entry] = []
         self.hooks: List[Any] = []
-        seen = set()
+        seen: Set[int] = set()
         for path, module in model.named_modules():
             own = [p for p in module.parameters(recurse=False) if p.requires_grad and id(p) not in seen]
             seen.update(id(p) for p in own)

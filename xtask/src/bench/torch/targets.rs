@@ -1,7 +1,7 @@
 //! What training in the cluster has to reach.
 
 use super::contender::Contender;
-use super::scaling::{Case, FC, Results, TRANSFORMER, VGG};
+use super::scaling::{Case, DEEP, FC, Results, TRANSFORMER, VGG};
 use crate::bench::targets::Verdict;
 
 /// By how much a step on several nodes may take longer than alone, where the network is fast enough.
@@ -47,7 +47,7 @@ pub(super) fn verdicts(results: &Results) -> Vec<Verdict> {
                 ));
             }
         }
-        if results.net == TRANSFORMER {
+        if [TRANSFORMER, DEEP].contains(&results.net) {
             for mbit in [FAST, SLOW] {
                 verdicts.push(times(
                     format!("{net}, {words}, {NODES} nodes, {mbit} Mbit/s: at least as fast as stock DDP"),
@@ -92,7 +92,7 @@ mod tests {
 
     #[test]
     fn fast_enough_meets_every_target() {
-        for net in [VGG, FC, TRANSFORMER] {
+        for net in [VGG, FC, TRANSFORMER, DEEP] {
             let results = results(net, seconds(0.52));
             assert_eq!(missed(&results), 0);
             assert!(verdicts(&results).iter().all(|verdict| verdict.met == Some(true)));
@@ -106,6 +106,7 @@ mod tests {
         assert_eq!(missed(&results(VGG, seconds(1.6))), 4, "and more than half of its CPU");
         assert_eq!(missed(&results(TRANSFORMER, seconds(1.6))), 0);
         assert_eq!(missed(&results(TRANSFORMER, seconds(3.1))), 2);
+        assert_eq!(missed(&results(DEEP, seconds(3.1))), 2);
     }
 
     #[test]

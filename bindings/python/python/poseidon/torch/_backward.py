@@ -1,7 +1,7 @@
 """What a wrapper does in backward passes: gradients leave as they are made."""
 
 import functools
-from typing import Any, Callable, Dict, List, Optional, Sequence, Set
+from typing import Any, Callable, Dict, List, Optional, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +10,7 @@ from torch.autograd import Variable
 from poseidon import _native
 from poseidon.torch._job import memory, rank
 from poseidon.torch._join import Join
-from poseidon.torch._layers import Factored, Unit, unpatch
+from poseidon.torch._layers import Factored, Member, Unit, unpatch
 
 
 def or_abort(method: Callable[..., None]) -> Callable[..., None]:
@@ -30,20 +30,18 @@ def or_abort(method: Callable[..., None]) -> Callable[..., None]:
 class Backward(nn.Module):
     """The part of a `DistributedDataParallel` that runs in torch's backward thread. The wrapper makes all of its state."""
 
+    synchronize: Callable[[], None]
+    _start_session: Callable[[], None]
+
     find_unused_parameters: bool
     _update: str
-    _trainable: Dict[str, nn.Parameter]
-    _names: Dict[nn.Parameter, str]
-    _kinds: Dict[nn.Parameter, Any]
+    _members: Dict[nn.Parameter, Member]
     _rule: Any
     _session: Optional[_native.Session]
     _units: List[Unit]
-    _unit_of: Dict[nn.Parameter, Unit]
     _usage_unit: Optional[Unit]
     _factored: List[Factored]
-    _factored_of: Dict[nn.Parameter, Factored]
     _leaving: List[Factored]
-    _used: Set[nn.Parameter]
     _ends: List[Any]
     _join: Optional[Join]
     _is_open: bool
@@ -109,31 +107,30 @@ class Backward(nn.Module):
             self._finish_backward()
 
     @or_abort
-    def _on_gradient(self, parameter: nn.Parameter) -> None:
-        self._begin_backward()
-        gradient = parameter.grad
-        if gradient is not None and gradient.layout != torch.strided:
-            raise TypeError(f"the gradient of '{self._names[parameter]}' is sparse: expected a dense one (sparse=False)")
-        self._used.add(parameter)
+    def _on_gradient(self, member: Member, parameter: nn.Parameter) -> None:
+        """Called for each parameter: every microsecond counts."""
+        member.is_used = True
         if not self._synchronises:
-            factored = self._factored_of.get(parameter)
-            if factored is not None:
-                factored.note_gradient(parameter)
+            if member.factored is not None:
+                member.factored.note_gradient(parameter)
             return
-        unit = self._unit_of[parameter]
+        if not self._in_backward:
+            self._begin_backward()
+        unit = member.unit
+        assert unit is not None
         if unit.fc is not None:
-            if unit.has_foreign_gradient(parameter):
+            if member.has_foreign_gradient():
                 raise RuntimeError(
-                    f"'{self._names[parameter]}' is used outside its layer's forward, where its factors are not seen: "
+                    f"'{member.name}' is used outside its layer's forward, where its factors are not seen: "
                     'pass scheme="ps"'
                 )
             return
-        if parameter in unit.ready:
+        if member.is_ready:
             raise RuntimeError(
-                f"'{self._names[parameter]}' got a second gradient in one backward, after the first was sent. With "
+                f"'{member.name}' got a second gradient in one backward, after the first was sent. With "
                 "torch.utils.checkpoint, pass use_reentrant=False"
             )
-        unit.ready.add(parameter)
+        member.is_ready = True
         unit.missing -= 1
         if unit.missing == 0:
             self._send(unit)
@@ -148,26 +145,26 @@ class Backward(nn.Module):
         unit = factored.unit
         assert self._session is not None and unit is not None
         self._check(unit)
-        if factored.parts:
-            unit.ready.update(unit.parameters)
+        for member in unit.members if factored.parts else ():
+            member.is_ready = True
         unit.send_factors(self._session, factored.parts)
         factored.reset()
 
     def _check(self, unit: Unit) -> None:
         """A parameter that is not what it was cannot be synchronised."""
-        for index, p in enumerate(unit.parameters):
-            if (p.dtype, p.device) != self._kinds[p]:
-                dtype, device = self._kinds[p]
+        for m in unit.members:
+            p = m.parameter
+            if p.dtype != m.dtype or p.device != m.device:
                 raise RuntimeError(
-                    f"parameter '{self._names[p]}' was {dtype} on {device} when the model was wrapped and is {p.dtype} on "
+                    f"parameter '{m.name}' was {m.dtype} on {m.device} when the model was wrapped and is {p.dtype} on "
                     f"{p.device} now: move a model before it is wrapped"
                 )
             if unit.values is None:
                 continue
-            moved = unit.in_values and not _lies_in(p, unit.values)
-            if moved or p._version != unit.versions[index]:
+            moved = unit.in_values and p.data_ptr() != m.address
+            if moved or p._version != m.version:
                 raise RuntimeError(
-                    f"parameter '{self._names[p]}' was changed outside its update rule, which the shards do not see: with "
+                    f"parameter '{m.name}' was changed outside its update rule, which the shards do not see: with "
                     'update="server", load values before the first backward or with poseidon.torch.load'
                 )
 
@@ -182,7 +179,8 @@ class Backward(nn.Module):
         if self._update == "worker":
             self.synchronize()
             self._deliver()
-        self._used = set()
+        for member in self._members.values():
+            member.is_used = False
 
     def _send_the_rest(self) -> None:
         """Sends what backward did not reach."""
@@ -200,10 +198,10 @@ class Backward(nn.Module):
             if unit.in_flight or unit is self._usage_unit:
                 continue
             if not self.find_unused_parameters and not self._goes_along():
-                raise self._unused([self._names[p] for p in unit.parameters if p not in unit.ready])
+                raise self._unused([m.name for m in unit.members if not m.is_ready])
             self._send(unit)
         if self._usage_unit is not None:
-            ready = [p in self._used or p in self._unit_of[p].ready for p in self._trainable.values()]
+            ready = [m.is_used or m.is_ready for m in self._members.values()]
             usage = torch.tensor(ready, dtype=torch.float32)
             self._usage_unit.result = usage
             self._usage_unit.in_flight = True
@@ -220,10 +218,9 @@ class Backward(nn.Module):
 
     def _deliver(self) -> None:
         """Puts results that came to shared buffers where the optimizer looks for them."""
-        used: Optional[Set[nn.Parameter]] = None
         if self._usage_unit is not None and self._usage_unit.result is not None:
-            usage = self._usage_unit.result.tolist()
-            used = {p for p, share in zip(self._trainable.values(), usage) if share > 0}
+            for member, share in zip(self._members.values(), self._usage_unit.result.tolist()):
+                member.is_used = share > 0
         scale = 1.0 if self._join is None else self._join.scale
         for unit in self._units:
             if unit is self._usage_unit or unit.result is None:
@@ -232,20 +229,23 @@ class Backward(nn.Module):
                 unit.result.mul_(scale)
             if unit.result is not unit.stage:
                 continue
-            for p, part in unit.slices(unit.result):
+            parts = unit.parts or [part for _, part in unit.slices(unit.result)]
+            gradients: List[Tensor] = []
+            results: List[Tensor] = []
+            for member, part in zip(unit.members, parts):
+                p = member.parameter
                 # Nobody used it, or it was frozen after wrapping: its gradient stays as it was.
-                if (used is not None and p not in used) or not p.requires_grad:
+                if (self._usage_unit is not None and not member.is_used) or not p.requires_grad:
                     continue
-                if unit.fc is None or p.dtype != part.dtype or p.device != part.device:
-                    part = part.to(p.device, p.dtype, copy=True)
-                if p.grad is None:
-                    p.grad = part
+                gradient = p.grad
+                if gradient is None:
+                    own = unit.fc is not None and p.dtype == part.dtype and p.device == part.device
+                    p.grad = part if own else part.to(p.device, p.dtype, copy=True)
                 elif unit.fc is not None:
-                    p.grad.add_(part)
+                    gradient.add_(part)
                 else:
-                    p.grad.copy_(part)
-
-
-def _lies_in(parameter: nn.Parameter, values: Tensor) -> bool:
-    start = values.data_ptr()
-    return start <= parameter.data_ptr() < start + max(values.numel(), 1) * values.element_size()
+                    gradients.append(gradient)
+                    results.append(part)
+            if gradients:
+                # One call: torch needs several microseconds for each.
+                torch._foreach_copy_(gradients, results)

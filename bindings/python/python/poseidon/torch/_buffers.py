@@ -1,6 +1,6 @@
 """What all workers take from one of them: buffers before a forward, a whole model after ``join``."""
 
-from typing import Optional, Sequence
+from typing import List, Optional, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,9 @@ class Buffers:
     """
 
     def __init__(self, module: nn.Module):
-        self._module = module
+        # Not asked for at each step: to walk through all modules takes as long as to send their buffers.
+        self._modules = list(module.modules())
+        self._flat: Optional[_Flat] = None
         self._is_due = True
         self._group: Optional[_native.Group] = None
         # What was sent last. Whoever sends does not wait: it may be evaluating while the others wait for it.
@@ -37,27 +39,28 @@ class Buffers:
     def share(self, root: int, others: Sequence[Tensor] = ()) -> None:
         """Buffers, and ``others``, become those of worker ``root``, bit by bit, whatever their type and size."""
         self._is_due = False
-        tensors = [t for t in (*others, *self._module.buffers()) if t.numel() > 0]
+        tensors = self._tensors(others)
         if not tensors or world_size() == 1:
             return
         if self._group is None:
             self._group = Job.group()
-        sizes = [t.numel() * t.element_size() for t in tensors]
         is_root = rank() == root
-        raw = torch.cat([_bytes(t) for t in tensors]) if is_root else torch.empty(sum(sizes), dtype=torch.uint8)
-        memory = (raw.data_ptr(), raw.numel(), _BYTES)
         self._await_sent()
+        if self._flat is None or not self._flat.fits(tensors):
+            self._flat = _Flat(tensors)
+        raw = self._flat.raw
+        if is_root:
+            torch._foreach_copy_(self._flat.parts, tensors)
+        memory = (raw.data_ptr(), raw.numel(), _BYTES)
         work = self._group.begin("broadcast", [memory], [], raw, Job.get().timeout, not is_root, root=root)
         if is_root:
             self._sent = work
             return
         work.wait()
-        for tensor, part in zip(tensors, raw.split(sizes)):
-            value = part.clone().view(tensor.dtype).view(tensor.shape)
-            # A graph made by an earlier forward may hold the tensor, and its backward is still to come: torch, too,
-            # does not count this as a change.
-            with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tensor):
-                tensor.copy_(value)
+        # A graph made by an earlier forward may hold a tensor, and its backward is still to come: torch, too, does
+        # not count this as a change.
+        with torch.autograd._unsafe_preserve_version_counter(tuple(tensors)):
+            torch._foreach_copy_(tensors, self._flat.parts)
 
     def close(self, because: Optional[str] = None) -> None:
         """Without a reason, after every other goodbye."""
@@ -75,11 +78,31 @@ class Buffers:
         self._group.leave(_LINGER)
         self._group = None
 
+    def _tensors(self, others: Sequence[Tensor]) -> List[Tensor]:
+        """``others`` and all buffers, each once."""
+        buffers = (b for m in self._modules if m._buffers for b in m._buffers.values() if b is not None)
+        found = {id(t): t for t in (*others, *buffers)}
+        return [t.detach() for t in found.values() if t.numel() > 0]
+
     def _await_sent(self) -> None:
         sent, self._sent = self._sent, None
         if sent is not None:
             sent.wait()
 
 
-def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
+class _Flat:
+    """Memory for the bits of some tensors, one after the other."""
+
+    def __init__(self, tensors: Sequence[Tensor]):
+        self._kinds = [(t.dtype, t.shape) for t in tensors]
+        self.raw = torch.zeros(sum(t.numel() * t.element_size() for t in tensors), dtype=torch.uint8)
+        self.parts = list(tensors)
+        rest = self.raw
+        # Large elements first: all begin where their type may, without gaps that would hide a difference in size.
+        for i in sorted(range(len(tensors)), key=lambda i: -tensors[i].element_size()):
+            tensor = tensors[i]
+            piece, rest = rest.tensor_split([tensor.numel() * tensor.element_size()])
+            self.parts[i] = piece.view(tensor.dtype).view(tensor.shape)
+
+    def fits(self, tensors: Sequence[Tensor]) -> bool:
+        return self._kinds == [(t.dtype, t.shape) for t in tensors]

@@ -22,11 +22,11 @@ class Hooks:
         self._ids: Set[int] = set()
         self._hidden_on: List[nn.Module] = []
 
-    def on_gradient(self, parameter: nn.Parameter, method: Callable[..., None]) -> None:
-        self._keep(parameter.register_post_accumulate_grad_hook(weakly(method)))
+    def on_gradient(self, parameter: nn.Parameter, method: Callable[..., None], *first: Any) -> None:
+        self._keep(parameter.register_post_accumulate_grad_hook(weakly(method, *first)))
 
-    def before_forward(self, module: nn.Module, method: Callable[..., None]) -> None:
-        self._keep(module.register_forward_pre_hook(torch.compiler.disable(weakly(method))))
+    def before_forward(self, module: nn.Module, method: Callable[..., None], *first: Any) -> None:
+        self._keep(module.register_forward_pre_hook(torch.compiler.disable(weakly(method, *first))))
         self.hide_on(module)
 
     def before_state_dict(self, module: nn.Module, method: Callable[..., None]) -> None:
@@ -61,13 +61,14 @@ class Hooks:
         return plain
 
 
-def weakly(method: Callable[..., None]) -> Callable[..., None]:
-    """``method``, for as long as its object lives."""
-    reference = weakref.WeakMethod(method)
+def weakly(method: Callable[..., None], *first: Any) -> Callable[..., None]:
+    """``method`` with its ``first`` arguments, for as long as its object lives."""
+    # Not a WeakMethod, which is Python and makes a method of it each time.
+    reference, function = weakref.ref(method.__self__), method.__func__  # type: ignore[attr-defined]
 
     def call(*arguments: Any) -> None:
         alive = reference()
         if alive is not None:
-            alive(*arguments)
+            function(alive, *first, *arguments)
 
     return call

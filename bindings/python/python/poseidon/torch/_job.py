@@ -74,13 +74,13 @@ def shutdown() -> None:
     try:
         # Goodbyes come first: whatever another worker is waiting for, it learns that this one is leaving.
         waits = [close() for close in list(Job.closers)]
-        Job.session.say_goodbye()
+        Job.get().say_goodbye()
         for wait in waits:
             wait()
     except Exception as error:
         _abort(str(error))
         raise
-    session, Job.session = Job.session, None
+    session, Job.session = Job.get(), None
     session.finish()
 
 

@@ -2,7 +2,7 @@
 
 import types
 import weakref
-from typing import Any, Dict, Iterator, List, Optional, Set, Tuple
+from typing import Any, Dict, Iterable, Iterator, List, Optional, Set, Tuple
 
 import torch
 from torch import Tensor, nn
@@ -16,14 +16,46 @@ from poseidon.torch._job import is_initialized, memory, world_size
 # because a frame costs a few microseconds however short it is.
 _OWN_MEMORY = 64 << 10
 _BUCKET = 256 << 10
+# What factors must save for a layer to go by itself, in bytes a worker sends: Python, frames and rebuilding take 0.1 ms
+# for one, in which 1 Gbit/s carries 12 KiB.
+_WORTH_IT = 16 << 10
+
+
+class Member:
+    """A parameter that is synchronised, as one of its unit's.
+
+    Hooks have their parameter's at hand: to look one up, torch computes a parameter's hash in Python.
+    """
+
+    __slots__ = ("parameter", "name", "dtype", "device", "unit", "factored", "is_used", "is_ready", "before", "version", "address")
+
+    def __init__(self, name: str, parameter: nn.Parameter):
+        self.name = name
+        self.parameter = parameter
+        # As they were when the model was wrapped.
+        self.dtype, self.device = parameter.dtype, parameter.device
+        self.unit: Optional[Unit] = None
+        # Its layer, if that may go by factors.
+        self.factored: Optional[Factored] = None
+        # Whether it got a gradient since the last synchronisation, and whether in this backward.
+        self.is_used = self.is_ready = False
+        # If it goes by factors: its gradient when this backward began.
+        self.before: Any = None
+        # With update="server": torch's count of changes and where the values are, as the wrapper left them.
+        self.version = self.address = 0
+
+    def has_foreign_gradient(self) -> bool:
+        """Whether a factored layer's parameter got a gradient from elsewhere than its layer's forward."""
+        return _trace(self.parameter.grad) != self.before
 
 
 class Unit:
     """What is synchronised as one: a layer of the session."""
 
-    def __init__(self, name: str, parameters: List[nn.Parameter], fc: Optional[Tuple[int, int, int]] = None):
+    def __init__(self, name: str, members: List[Member], fc: Optional[Tuple[int, int, int]] = None):
         self.name = name
-        self.parameters = parameters
+        self.members = members
+        self.parameters = parameters = [m.parameter for m in members]
         # If it goes by factors: outputs, inputs, most rows a step.
         self.fc = fc
         self.index = -1
@@ -35,22 +67,18 @@ class Unit:
         # Where this step's gradient is, or the result if it comes instead.
         self.result: Optional[Tensor] = None
         self.stage: Optional[Tensor] = None
+        # The parameters' parts of the stage, unless it goes by factors: gradients are those parts then.
+        self.parts: List[Tensor] = []
         self.missing = 0
-        self.ready: Set[nn.Parameter] = set()
         self.in_flight = False
-        self.before: Dict[nn.Parameter, Any] = {}
-        self.versions: List[int] = []
 
     def begin(self) -> None:
         """A synchronised backward begins."""
-        self.ready = set()
-        self.missing = len(self.parameters)
-        if self.fc is not None:
-            self.before = {p: _trace(p.grad) for p in self.parameters}
-
-    def has_foreign_gradient(self, parameter: nn.Parameter) -> bool:
-        """Whether a factored layer's parameter got a gradient from elsewhere than its layer's forward."""
-        return _trace(parameter.grad) != self.before[parameter]
+        self.missing = len(self.members)
+        for member in self.members:
+            member.is_ready = False
+            if self.fc is not None:
+                member.before = _trace(member.parameter.grad)
 
     def send(self, session: _native.Session) -> None:
         self.in_flight = True
@@ -94,6 +122,8 @@ class Unit:
             for p, part in self.slices(self.values) if own else ():
                 p.data = part
         self.in_values = own
+        for m in self.members if own else ():
+            m.address = m.parameter.data_ptr()
         return self.values
 
     def land_parameters(self) -> None:
@@ -111,12 +141,16 @@ class Unit:
 
     def note_versions(self) -> None:
         """From here on, whoever else changes a parameter is noticed."""
-        self.versions = [p._version for p in self.parameters]
+        for m in self.members:
+            m.version = m.parameter._version
 
     def _gradient(self) -> Tensor:
         """This step's gradient as one piece: where it is, if it can go out from there."""
-        p = self.parameters[0] if len(self.parameters) == 1 else None
-        gradient = None if p is None else p.grad
+        gradients = [p.grad for p in self.parameters]
+        for member, gradient in zip(self.members, gradients):
+            if gradient is not None and gradient.layout != torch.strided:
+                raise TypeError(f"the gradient of '{member.name}' is sparse: expected a dense one (sparse=False)")
+        gradient = gradients[0] if len(gradients) == 1 else None
         if (
             gradient is not None
             and gradient.dtype == torch.float32
@@ -127,15 +161,27 @@ class Unit:
         ):
             return gradient.detach()
         stage = self._stage()
-        for p, part in self.slices(stage):
-            part.copy_(p.grad) if p.grad is not None else part.zero_()
+        with torch.no_grad():
+            copy_all(self.parts, gradients)
         return stage
 
     def _stage(self) -> Tensor:
         """Memory for a gradient; not that of the last one if somebody still has it."""
-        if self.stage is None or _holders(self.stage) > _ONE_HOLDER:
+        if self.stage is None or _holders(self.stage) > _ONE_HOLDER + len(self.parts):
             self.stage = torch.zeros(self.len, dtype=torch.float32)
+            self.parts = [part for _, part in self.slices(self.stage)] if self.fc is None else []
         return self.stage
+
+
+def copy_all(into: List[Tensor], sources: List[Optional[Tensor]]) -> None:
+    """Copies each of ``sources``; zeros where there is none."""
+    there = [source for source in sources if source is not None]
+    if len(there) == len(into):
+        # One call: torch needs several microseconds for each.
+        torch._foreach_copy_(into, there)
+        return
+    for part, source in zip(into, sources):
+        part.zero_() if source is None else part.copy_(source)
 
 
 def _holders(tensor: Tensor) -> int:
@@ -180,7 +226,8 @@ class Factored:
     @property
     def parameters(self) -> List[nn.Parameter]:
         """Those that have gradients."""
-        return [p for p in self.linear.parameters(recurse=False) if p.requires_grad]
+        both: Tuple[Any, Any] = (self.linear.weight, self.linear.bias)
+        return [p for p in both if p is not None and p.requires_grad]
 
     def take(self, u: Tensor, v: Tensor, is_last: bool) -> bool:
         """The factors of one call. False if the gradient itself is wanted."""
@@ -257,8 +304,8 @@ def as_factors(linear: nn.Linear) -> Tuple[Tensor, Tensor]:
     """
     m, n = linear.weight.shape
     weight = torch.zeros(m, n) if linear.weight.grad is None else _factor(linear.weight.grad) / 2
-    bias = linear.bias
-    bias = torch.zeros(m) if bias is None or bias.grad is None else _factor(bias.grad)
+    given = None if linear.bias is None else linear.bias.grad
+    bias = torch.zeros(m) if given is None else _factor(given)
     u = torch.cat([torch.eye(m), -torch.eye(m), bias.view(1, m)])
     v = torch.cat([weight, -weight, torch.zeros(1, n)])
     return u, v
@@ -326,36 +373,42 @@ def _is_wanted(ctx: Any) -> bool:
         return False  # torch.autograd.grad(loss, weight): it gets the gradient itself
 
 
-def units_of(trainable: Dict[str, nn.Parameter], factors: Dict[nn.Parameter, Factored]) -> List[Unit]:
-    """Units in forward order: factored layers and large parameters alone, small ones together.
+def choose(m: int, n: int, rows: int, workers: int, scheme: str) -> Tuple[str, str]:
+    """How a Linear layer goes, and why."""
+    choice, why, saved = _native.choose(m, n, rows, workers, scheme)
+    if scheme == "auto" and choice == "sfb" and saved < _WORTH_IT:
+        return "ps", f"factors would save {saved / 1024:.1f} KiB, less than a message of its own is worth"
+    return choice, why
+
+
+def units_of(members: Iterable[Member]) -> List[Unit]:
+    """Units in forward order: layers that have theirs, by factors, and large parameters alone, small ones together.
 
     What is together stands where its first parameter does: the next forward needs it there.
     """
     units: List[Unit] = []
-    bucket: List[Tuple[str, nn.Parameter]] = []
+    bucket: List[Member] = []
     first = 0
-    seen = set()
 
     def close() -> None:
         if bucket:
-            name = bucket[0][0] if len(bucket) == 1 else f"{bucket[0][0]} to {bucket[-1][0]}"
-            units.insert(first, Unit(name, [p for _, p in bucket]))
+            name = bucket[0].name if len(bucket) == 1 else f"{bucket[0].name} to {bucket[-1].name}"
+            units.insert(first, Unit(name, list(bucket)))
             bucket.clear()
 
-    for name, parameter in trainable.items():
-        factored = factors.get(parameter)
-        if factored is not None:
-            if factored.name not in seen and factored.unit is not None:
-                seen.add(factored.name)
-                units.append(factored.unit)
+    for member in members:
+        unit = None if member.factored is None else member.factored.unit
+        if unit is not None:
+            if unit not in units:
+                units.append(unit)
             continue
-        if parameter.numel() * 4 >= _OWN_MEMORY:
-            units.append(Unit(name, [parameter]))
+        if member.parameter.numel() * 4 >= _OWN_MEMORY:
+            units.append(Unit(member.name, [member]))
             continue
         if not bucket:
             first = len(units)
-        bucket.append((name, parameter))
-        if sum(p.numel() * 4 for _, p in bucket) >= _BUCKET:
+        bucket.append(member)
+        if sum(m.parameter.numel() * 4 for m in bucket) >= _BUCKET:
             close()
     close()
     return units
@@ -459,7 +512,7 @@ def plan(model: nn.Module, batch: int, workers: Optional[int] = None, scheme: st
             rows.append((name, str(parameter.numel()), "-", "frozen"))
         elif id(parameter) in factored:
             m, n = factored[id(parameter)].weight.shape
-            choice, why = _native.choose(m, n, batch, workers, scheme)
+            choice, why = choose(m, n, batch, workers, scheme)
             if parameter.dim() == 1:
                 why = "part of its weight's factors" if choice == "sfb" else "its gradient has no factors"
             rows.append((name, str(parameter.numel()), choice, why))

@@ -17,8 +17,10 @@ from poseidon.torch._job import Job, broadcast, memory, rank, world_size
 from poseidon.torch._join import Join
 from poseidon.torch._layers import (
     Factored,
+    Member,
     Unit,
     Watch,
+    choose,
     factorable,
     is_compiled,
     is_hooked,
@@ -43,7 +45,8 @@ class DistributedDataParallel(Backward):
     * ``update``: ``worker`` (any torch optimizer) or ``server``: the shards take the steps, by the rule
       of a ``psd.SGD``, ``psd.Adam`` or ``psd.AdamW`` made from this model's parameters. Parameters then come back
       while the next forward is under way; ``synchronize()`` waits for all of them.
-    * ``scheme``: ``auto`` (the fewest bytes for each layer), ``ps`` or ``sfb``.
+    * ``scheme``: ``auto`` (the fewest bytes for each layer; one that would save only a few goes with its neighbours),
+      ``ps`` or ``sfb``.
     * ``batch``: how many rows (samples, or samples times sequence length) a Linear layer sees between
       two synchronisations; worth saying if most steps are larger than the first, by which the plan is made.
     * ``deterministic``: gradients are added in rank order, so that a run repeats bit by bit.
@@ -109,7 +112,6 @@ class DistributedDataParallel(Backward):
         self._session: Optional[_native.Session] = None
         self._shared = Buffers(self.module)
         self._units: List[Unit] = []
-        self._unit_of: Dict[nn.Parameter, Unit] = {}
         self._usage_unit: Optional[Unit] = None
         self._synchronises = True
         self._in_backward = False
@@ -120,13 +122,9 @@ class DistributedDataParallel(Backward):
         self._join: Optional[Join] = None
         # Parameters that are used outside their module's forward, seen in the first one.
         self._used_early: Set[nn.Parameter] = set()
-        # Those that got gradients since the last synchronisation.
-        self._used: Set[nn.Parameter] = set()
         self._entered: Set[nn.Parameter] = set()
         self._watched = False
         self._factored: List[Factored] = []
-        # By parameter.
-        self._factored_of: Dict[nn.Parameter, Factored] = {}
         # Layers that will not go by factors, patched until no graph under way needs them to be.
         self._leaving: List[Factored] = []
         # Where a pass that makes gradients of parameters ends.
@@ -314,15 +312,20 @@ class DistributedDataParallel(Backward):
 
     def _await_in_forward(self) -> None:
         """With update="server": a module's parameters are awaited when its forward begins."""
-        for m in self.module.modules():
-            if next(m.parameters(recurse=False), None) is not None:
-                self._hooks.before_forward(m, self._enter)
+        for module in self.module.modules():
+            members = [self._members[p] for p in module.parameters(recurse=False) if p in self._members]
+            if members:
+                self._hooks.before_forward(module, self._enter, members)
         self._hooks.before_forward(self.module, self._await_early)
         self._hooks.before_state_dict(self.module, self._await_all)
 
-    def _enter(self, module: nn.Module, _: Any) -> None:
-        self._entered.update(module.parameters(recurse=False))
-        self._settle(module)
+    def _enter(self, members: List[Member], *_: Any) -> None:
+        if not self._watched:
+            self._entered.update(m.parameter for m in members)
+        for member in members:
+            unit = member.unit
+            if unit is not None and unit.in_flight:
+                self._await(unit)
 
     def _await_early(self, *_: Any) -> None:
         self._await_those(self._used_early)
@@ -337,9 +340,9 @@ class DistributedDataParallel(Backward):
 
     def _await_those(self, parameters: Iterable[nn.Parameter]) -> None:
         for p in parameters:
-            unit = self._unit_of.get(p)
-            if unit is not None:
-                self._await(unit)
+            member = self._members.get(p)
+            if member is not None and member.unit is not None:
+                self._await(member.unit)
 
     def _await(self, unit: Unit) -> None:
         if not unit.in_flight:
@@ -372,24 +375,20 @@ class DistributedDataParallel(Backward):
         self._sessions_started += 1
         topic = f"rows of model {self._number}, {self._sessions_started}"
         all_rows = [json.loads(r) for r in Job.get().gather(topic, json.dumps(rows))]
-        factors: Dict[nn.Parameter, Factored] = {}
         for factored in self._factored:
             most = max([self._batch or 0, *(r.get(factored.name, 0) for r in all_rows)])
             m, n = factored.linear.weight.shape
             everywhere = all(factored.name in r for r in all_rows)
-            if most == 0 or not everywhere or not _goes_by_factors(m, n, most, self._scheme):
+            if most == 0 or not everywhere or choose(m, n, most, world_size(), self._scheme)[0] != "sfb":
                 factored.unit = None
                 continue
-            parameters = [factored.linear.weight]
-            if factored.linear.bias is not None and factored.linear.bias.requires_grad:
-                parameters.append(factored.linear.bias)
-            factored.unit = Unit(factored.name, parameters, (m, n, most))
-            factors.update({p: factored for p in parameters})
-        self._units = units_of(self._trainable, factors)
+            members = [self._members[p] for p in factored.parameters if p in self._members]
+            factored.unit = Unit(factored.name, members, (m, n, most))
+        self._units = units_of(self._members.values())
         self._usage_unit = None
         if self.find_unused_parameters:
             self._usage_unit = Unit("parameters in use", [])
-            self._usage_unit.len = len(self._trainable)
+            self._usage_unit.len = len(self._members)
             self._units.append(self._usage_unit)
         for factored in self._factored:
             if factored.unit is None:
@@ -399,7 +398,8 @@ class DistributedDataParallel(Backward):
         for index, unit in enumerate(self._units):
             unit.index = index
             layers.append((unit.name, unit.len, unit.fc))
-            self._unit_of.update({p: unit for p in unit.parameters})
+            for member in unit.members:
+                member.unit = unit
         setup: Dict[str, Any] = {}
         if self._rule is not None:
             setup.update(optimizer=self._rule.settle(), learning_rate=self._rule.rate())
@@ -433,7 +433,9 @@ class DistributedDataParallel(Backward):
         self.synchronize()
         self._session.finish()
         self._session = None
-        self._units, self._unit_of = [], {}
+        self._units = []
+        for member in self._members.values():
+            member.unit = None
         for factored in self._factored:
             factored.unit = None
             factored.reset()
@@ -455,8 +457,7 @@ class DistributedDataParallel(Backward):
         self._trainable: Dict[str, nn.Parameter] = {
             name: p for name, p in self.module.named_parameters() if p.requires_grad
         }
-        self._names = {p: name for name, p in self._trainable.items()}
-        self._kinds = {p: (p.dtype, p.device) for p in self._trainable.values()}
+        self._members = {p: Member(name, p) for name, p in self._trainable.items()}
 
     def _take_part(self) -> None:
         """Synchronises from now on, together with the other workers' models."""
@@ -470,7 +471,7 @@ class DistributedDataParallel(Backward):
             if p.is_sparse:
                 raise TypeError(f"parameter '{name}' is sparse: expected a dense one")
         for model in list(MODELS):
-            if not self._names.keys().isdisjoint(model._names):
+            if not self._members.keys().isdisjoint(model._members):
                 model._let_go()
         Job.models += 1
         self._number = Job.models
@@ -479,15 +480,17 @@ class DistributedDataParallel(Backward):
         # A worker alone has nothing to synchronise, and nothing to pay for it.
         self._is_alone = world_size() == 1 and self._update == "worker"
         if not self._is_alone:
-            self._factored = [Factored(self, m, self._names[m.weight]) for m in factorable(self.module)]
+            names = {id(p): name for name, p in self._trainable.items()}
+            self._factored = [Factored(self, m, names[id(m.weight)]) for m in factorable(self.module)]
             for factored in self._factored:
                 patch(factored)
                 self._hooks.hide_on(factored.linear)
-                self._factored_of.update({p: factored for p in factored.parameters})
-            for parameter in self._trainable.values():
-                self._hooks.on_gradient(parameter, self._on_gradient)
+                for p in factored.parameters:
+                    self._members[p].factored = factored
+            for parameter, member in self._members.items():
+                self._hooks.on_gradient(parameter, self._on_gradient, member)
             with torch.enable_grad():
-                self._ends = [p.view_as(p).grad_fn.next_functions[0][0] for p in self._trainable.values()]
+                self._ends = [_end(p) for p in self._trainable.values()]
         if self._update == "server":
             self._await_in_forward()
         MODELS.add(self)
@@ -525,8 +528,10 @@ class DistributedDataParallel(Backward):
         return f"worker {rank()}: the last backward pass ended with an error, and not all of its gradients were sent"
 
 
-def _goes_by_factors(m: int, n: int, rows: int, scheme: str) -> bool:
-    return _native.choose(m, n, rows, world_size(), scheme)[0] == "sfb"
+def _end(parameter: nn.Parameter) -> Any:
+    """The node of the graph where gradients of ``parameter`` arrive."""
+    made_of_it: Any = parameter.view_as(parameter).grad_fn
+    return made_of_it.next_functions[0][0]
 
 
 def _tensors(module: nn.Module) -> List[Tuple[str, Tensor]]:

@@ -117,8 +117,9 @@ class Rule(torch.optim.Optimizer):
         for unit in units:
             whole = [torch.zeros(unit.len) for _ in names]
             steps = session.rule_state(unit.index, [(v.data_ptr(), v.numel(), v) for v in whole])
-            for vector in whole if gathering is not None and world_size() > 1 else ():
-                add_up(gathering, unit.index, vector)
+            if gathering is not None and world_size() > 1:
+                for vector in whole:
+                    add_up(gathering, unit.index, vector)
             start = 0
             for p in unit.parameters:
                 end = start + p.numel()
@@ -126,8 +127,8 @@ class Rule(torch.optim.Optimizer):
                 start = end
         if gathering is not None:
             gathering.finish()
-        whole = [[parts[p][k] if p in parts else None for p in self._parameters()] for k in range(len(names))]
-        return steps, whole
+        # Frozen ones have none.
+        return steps, [[parts[p][k] if p in parts else None for p in self._parameters()] for k in range(len(names))]
 
     def _restore(self) -> None:
         """Gives the shards what was loaded."""
