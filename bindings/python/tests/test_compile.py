@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 
 class Block(nn.Module):
-    def __init__(self, width=32):
+    def __init__(self, width=64):
         super().__init__()
         self.norm = nn.LayerNorm(width)
         self.up = nn.Linear(width, 4 * width)
@@ -26,7 +26,7 @@ def compiled(wrapped_first):
     psd.init()
     rank, world = psd.rank(), psd.world_size()
     torch.manual_seed(0)
-    alone = nn.Sequential(Block(), Block(), nn.Linear(32, 10))
+    alone = nn.Sequential(Block(), Block(), nn.Linear(64, 10))
     net = copy.deepcopy(alone)
     ours = psd.DistributedDataParallel(net) if wrapped_first else None
     for block in net[:2]:
@@ -36,7 +36,7 @@ def compiled(wrapped_first):
     worst = 0.0
     for step in range(3):
         generator = torch.Generator().manual_seed(step)
-        x = torch.randn(4 * world, 32, generator=generator)
+        x = torch.randn(4 * world, 64, generator=generator)
         y = torch.randint(0, 10, (4 * world,), generator=generator)
         mine = slice(4 * rank, 4 * rank + 4)
         for model, part in ((ours, mine), (alone, slice(None))):
