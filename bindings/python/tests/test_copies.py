@@ -1,8 +1,10 @@
 """Models are copied, saved whole, wrapped again and let go of as with torch's own wrapper."""
 
 import copy
+import gc
 import io
 import os
+import weakref
 
 import pytest
 import torch
@@ -146,6 +148,29 @@ def let_go(how):
 @pytest.mark.parametrize("how", ["close", "delete"])
 def test_a_module_without_its_wrapper_is_plain(how):
     run(let_go, 2, how=how)
+
+
+def freed_at_once(update):
+    import poseidon.torch as psd
+
+    psd.init()
+    gc.collect()
+    gc.disable()
+    net = nn.Sequential(nn.Linear(20, 20), nn.BatchNorm1d(20))
+    model, optimizer = wrapped(psd, net, update=update)
+    step(model, optimizer, 0)
+    held = [weakref.ref(net), weakref.ref(net[0].weight), weakref.ref(model), *map(weakref.ref, model._units)]
+    model.close()
+    # Whoever waits for others has what it waits with until then.
+    psd.shutdown()
+    del model, net, optimizer
+    return [reference() is None for reference in held]
+
+
+@pytest.mark.parametrize("update", UPDATES)
+def test_memory_does_not_wait_for_garbage_collection(update):
+    for gone in run(freed_at_once, 2, update=update):
+        assert all(gone), gone
 
 
 def many_models():

@@ -275,3 +275,53 @@ def loads_a_model_alone(folder):
 
 def test_a_model_loaded_alone_keeps_its_momentum(tmp_path):
     run(loads_a_model_alone, 2, folder=str(tmp_path))
+
+
+def awaited():
+    """The parameters that every forward waits for when it begins."""
+    import poseidon.torch as psd
+
+    psd.init()
+    net = nn.Sequential(nn.Conv1d(1, 2, 3), nn.Flatten(), nn.BatchNorm1d(12), nn.Linear(12, 4))
+    ours = psd.DistributedDataParallel(net, update="server")
+    optimizer = psd.SGD(ours.parameters(), lr=0.1)
+    for _ in range(2):
+        ours(torch.randn(3, 1, 8)).sum().backward()
+        optimizer.step()
+    names = [name for name, p in net.named_parameters() if p in ours._used_early]
+    psd.shutdown()
+    return names
+
+
+def test_no_forward_waits_for_more_than_its_layer():
+    assert run(awaited, 2) == [[], []]
+
+
+def frozen_early(what):
+    import poseidon.torch as psd
+
+    psd.init()
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 4))
+    x = torch.randn(3, 6)
+    net(x).sum().backward()
+    expected = net[2].weight.grad
+    net.zero_grad()
+    ours = psd.DistributedDataParallel(net, scheme="sfb", find_unused_parameters=True)
+    with ours.no_sync():
+        ours(x).sum().backward()
+    {"layer": net[0], "bias": net[0].bias}[what].requires_grad_(False)
+    ours(x).sum().backward()
+    torch.testing.assert_close(net[2].weight.grad, 2 * expected)
+    net[0].requires_grad_(True)
+    net.zero_grad()
+    ours(x).sum().backward()
+    torch.testing.assert_close(net[2].weight.grad, expected)
+    has_gradients = [p.grad is not None for p in net.parameters()]
+    psd.shutdown()
+    return has_gradients
+
+
+@pytest.mark.parametrize("what", ["layer", "bias"])
+def test_a_layer_frozen_before_the_first_synchronisation(what):
+    assert run(frozen_early, 2, what=what) == [[True] * 4] * 2

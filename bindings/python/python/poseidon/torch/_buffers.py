@@ -22,8 +22,7 @@ class Buffers:
     """
 
     def __init__(self, module: nn.Module):
-        # Not asked for at each step: to walk through all modules takes as long as to send their buffers.
-        self._modules = list(module.modules())
+        self._module = module
         self._flat: Optional[_Flat] = None
         self._is_due = True
         self._group: Optional[_native.Group] = None
@@ -46,11 +45,14 @@ class Buffers:
             self._group = Job.group()
         is_root = rank() == root
         self._await_sent()
-        if self._flat is None or not self._flat.fits(tensors):
-            self._flat = _Flat(tensors)
-        raw = self._flat.raw
+        flat = self._flat
+        if flat is None or not flat.fits(tensors):
+            flat = _Flat(tensors)
+        # A whole model goes once, and needs no memory afterwards.
+        self._flat = None if others else flat
+        raw = flat.raw
         if is_root:
-            torch._foreach_copy_(self._flat.parts, tensors)
+            torch._foreach_copy_(flat.parts, tensors)
         memory = (raw.data_ptr(), raw.numel(), _BYTES)
         work = self._group.begin("broadcast", [memory], [], raw, Job.get().timeout, not is_root, root=root)
         if is_root:
@@ -60,7 +62,7 @@ class Buffers:
         # A graph made by an earlier forward may hold a tensor, and its backward is still to come: torch, too, does
         # not count this as a change.
         with torch.autograd._unsafe_preserve_version_counter(tuple(tensors)):
-            torch._foreach_copy_(tensors, self._flat.parts)
+            torch._foreach_copy_(tensors, flat.parts)
 
     def close(self, because: Optional[str] = None) -> None:
         """Without a reason, after every other goodbye."""
@@ -80,7 +82,11 @@ class Buffers:
 
     def _tensors(self, others: Sequence[Tensor]) -> List[Tensor]:
         """``others`` and all buffers, each once."""
-        buffers = (b for m in self._modules if m._buffers for b in m._buffers.values() if b is not None)
+        # All modules there are now. torch's own walk takes as long as to send their buffers.
+        modules = [self._module]
+        for module in modules:
+            modules.extend(child for child in module._modules.values() if child is not None)
+        buffers = (b for m in modules if m._buffers for b in m._buffers.values() if b is not None)
         found = {id(t): t for t in (*others, *buffers)}
         return [t.detach() for t in found.values() if t.numel() > 0]
 
@@ -93,9 +99,11 @@ class Buffers:
 class _Flat:
     """Memory for the bits of some tensors, one after the other."""
 
+    # Made in an evaluation, it serves the training that follows.
+    @torch.inference_mode(False)
     def __init__(self, tensors: Sequence[Tensor]):
         self._kinds = [(t.dtype, t.shape) for t in tensors]
-        self.raw = torch.zeros(sum(t.numel() * t.element_size() for t in tensors), dtype=torch.uint8)
+        self.raw = torch.zeros(sum(t.numel() * t.element_size() for t in tensors), dtype=torch.uint8, device="cpu")
         self.parts = list(tensors)
         rest = self.raw
         # Large elements first: all begin where their type may, without gaps that would hide a difference in size.

@@ -277,7 +277,6 @@ class DistributedDataParallel(Backward):
     @torch.compiler.disable
     def _watched_forward(self, *args: Any, **kwargs: Any) -> Any:
         """The first forward: sees which parameters are used in other ways than by calling their module."""
-        self._watched = True
         for m in self.module.modules():
             if is_compiled(m):
                 # What happens inside cannot be seen: nothing is taken for granted.
@@ -290,6 +289,7 @@ class DistributedDataParallel(Backward):
 
         with Watch(unexpected) as watch:
             result = self.module(*args, **kwargs)
+        self._watched = True
         self._used_early.update(watch.seen)
         for factored in list(self._factored):
             if factored.linear.weight in watch.seen or factored.linear.bias in watch.seen:
@@ -379,10 +379,12 @@ class DistributedDataParallel(Backward):
             most = max([self._batch or 0, *(r.get(factored.name, 0) for r in all_rows)])
             m, n = factored.linear.weight.shape
             everywhere = all(factored.name in r for r in all_rows)
-            if most == 0 or not everywhere or choose(m, n, most, world_size(), self._scheme)[0] != "sfb":
+            is_known = factored.linear.weight in self._members
+            if most == 0 or not everywhere or not is_known or choose(m, n, most, world_size(), self._scheme)[0] != "sfb":
                 factored.unit = None
                 continue
-            members = [self._members[p] for p in factored.parameters if p in self._members]
+            # Frozen or not: what is trainable was settled when the model was wrapped.
+            members = [self._members[p] for p in factored.linear.parameters(recurse=False) if p in self._members]
             factored.unit = Unit(factored.name, members, (m, n, most))
         self._units = units_of(self._members.values())
         self._usage_unit = None
@@ -515,6 +517,9 @@ class DistributedDataParallel(Backward):
         for factored in (*self._factored, *self._leaving):
             unpatch(factored)
         self._factored, self._leaving = [], []
+        # Cycles: without them a model's memory is free at once.
+        for member in self._members.values():
+            member.unit = member.factored = None
         assert self._part is not None
         self._part.leave(self._session, self._shared)
         self._session = None
