@@ -80,14 +80,19 @@ def interrupt():
     step(model)
     store = torch.distributed.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=psd.rank() == 0)
     if psd.rank() == 1:
+        store.set("here", "yes")
         store.wait(["interrupted"])
+        store.set("told", "yes")
         step(model)
         return None
+    store.wait(["here"])
     threading.Timer(1.0, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
     try:
         step(model)
     except KeyboardInterrupt:
         store.set("interrupted", "yes")
+        # The store ends with this process.
+        store.wait(["told"])
         return "interrupted"
 
 
