@@ -4,9 +4,9 @@
 //! and is held until the operation is done. Waits release the interpreter's lock.
 
 use crate::errors::raise;
+use poseidon::collectives::{Request, Tensor, Terms};
 use poseidon::config::{Config, connect_timeout, credentials};
 use poseidon::coordinator::query;
-use poseidon::group::{Request, Tensor, Terms};
 use poseidon::{Coordinator, Dtype, ReduceOp, Secret};
 use pyo3::exceptions::{PyOSError, PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
@@ -178,7 +178,7 @@ impl Group {
 /// An operation that is under way.
 #[pyclass(frozen, module = "poseidon._native")]
 struct Work {
-    inner: poseidon::group::Work,
+    inner: poseidon::collectives::Work,
 }
 
 #[pymethods]

@@ -1,7 +1,7 @@
 //! What can go wrong, said so that a person knows which node to look at.
 
 use crate::GatherError;
-use crate::coordinator::RendezvousError;
+use crate::job::coordinator::RendezvousError;
 use poseidon_core::cluster::ClusterError;
 use poseidon_core::optim::OptimizerError;
 use poseidon_core::{Clock, Scheme, Violation};

@@ -22,49 +22,34 @@
 //! # }
 //! ```
 //!
+//! The folders, from the top down; arrows between them point down only (`cargo xtask tidy`):
+//!
 //! * [`session`]: what a training program holds. [`serve`]: what a dedicated server runs.
-//! * [`group`]: collective operations on tensors of any type.
-//! * [`config`]: who am I, where is everybody: the only reader of the environment.
-//! * [`coordinator`]: rendezvous and the information book. `gather`: small facts of all workers.
-//!   `control`: what is said on the connections for both.
-//! * [`buffer`]: memory lent to the lanes while a layer is in flight. `factors`: where factors meet;
-//!   `rebuild`: what becomes of them.
-//! * `join`: how a process gets into a job. `node`, `lane`: one process and its threads. `holdings`: what a lane holds; `peer`, `outbox`: its
-//!   links, and what it sends next.
+//! * `node`: one process of a job and its lanes.
+//! * `lane`: one thread of a node: its chunks, its shard, its links.
+//! * [`collectives`]: operations on tensors of any type, among the ranks of a group.
+//! * `job`: how processes become a job: [`config`], [`coordinator`], rendezvous, the information book.
+//! * `memory`: memory lent to the lanes while a layer is in flight, and where factors meet.
+//! * `error`: what can go wrong, in words.
 
-pub mod buffer;
-pub mod config;
-pub mod coordinator;
-pub mod group;
+pub mod collectives;
 pub mod session;
 
-mod board;
-mod book;
-mod control;
 mod error;
-mod exchange;
-mod factors;
-mod gather;
-mod holdings;
-mod join;
+mod job;
 mod lane;
-mod layers;
+mod memory;
 mod node;
-mod outbox;
-mod peer;
-mod rebuild;
-mod rule_state;
 mod server;
-mod sibling;
 
-pub use book::{Book, Job, NodeFacts};
-pub use buffer::Buffer;
-pub use config::Config;
-pub use coordinator::Coordinator;
+pub use collectives::Group;
 pub use error::Error;
-pub use factors::Factors;
-pub use gather::GatherError;
-pub use group::Group;
+pub use job::book::{Book, Job, NodeFacts};
+pub use job::config::{self, Config};
+pub use job::coordinator::{self, Coordinator};
+pub use job::gather::GatherError;
+pub use memory::buffer::{self, Buffer};
+pub use memory::factors::Factors;
 pub use node::Traffic;
 pub use poseidon_core::plan::Placement;
 pub use poseidon_core::store::Order;
@@ -73,6 +58,6 @@ pub use poseidon_core::{
     ReduceOp, Reduction, Scheme, Servers,
 };
 pub use poseidon_link::Secret;
-pub use rule_state::RuleState;
 pub use server::serve;
 pub use session::Session;
+pub use session::rule_state::RuleState;

@@ -1,15 +1,15 @@
 //! One process of a job: joins it and runs the lanes.
 
 use crate::Error;
-use crate::board::{Board, Counters};
-use crate::book::{Book, Job};
-use crate::config::Config;
-use crate::coordinator::Coordinator;
-use crate::exchange::Exchange;
-use crate::factors::Meeting;
-use crate::holdings::Holdings;
-use crate::join::{Joined, join};
+use crate::job::book::{Book, Job};
+use crate::job::config::Config;
+use crate::job::coordinator::Coordinator;
+use crate::job::rendezvous::{Joined, join};
+use crate::lane::board::{Board, Counters};
+use crate::lane::holdings::Holdings;
 use crate::lane::{self, Command, Lane, Limits, MAILBOX, Parts};
+use crate::memory::exchange::Exchange;
+use crate::memory::factors::Meeting;
 use poseidon_core::{Clock, Cluster, LaneId, Layer, LayerId, NodeId, Plan, Shard, Store};
 use poseidon_link::{Address, Credentials, Serving};
 use std::collections::BTreeSet;

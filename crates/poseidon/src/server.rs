@@ -1,4 +1,4 @@
-use crate::config::{Config, Member};
+use crate::job::config::{Config, Member};
 use crate::node::Node;
 use crate::{Error, Traffic};
 

@@ -3,8 +3,8 @@
 mod cluster;
 
 use cluster::without_hanging;
+use poseidon::collectives::{Request, Tensor, Terms};
 use poseidon::config::{Carriers, Config, credentials};
-use poseidon::group::{Request, Tensor, Terms};
 use poseidon::{Coordinator, Dtype, Error, Group, ReduceOp, Secret};
 use std::net::{IpAddr, Ipv4Addr};
 use std::ptr::NonNull;

@@ -3,7 +3,7 @@
 mod cluster;
 
 use cluster::Layout;
-use poseidon::group::{Request, Terms};
+use poseidon::collectives::{Request, Terms};
 use poseidon::{Error, Layer, Optimizer, Reduction, Session};
 use std::time::Duration;
 

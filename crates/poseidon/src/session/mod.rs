@@ -1,12 +1,18 @@
 //! What a training program holds.
 
-use crate::book::{Book, Job};
-use crate::config::{Config, Member};
-use crate::exchange::Exchange;
-use crate::factors::Factors;
+pub(crate) mod layers;
+pub(crate) mod rebuild;
+pub(crate) mod rule_state;
+
+mod sibling;
+
+use crate::job::book::{Book, Job};
+use crate::job::config::{Config, Member};
 use crate::lane::Command;
-use crate::layers::{InFlight, LayerState, Layers, Workshop};
+use crate::memory::exchange::Exchange;
+use crate::memory::factors::Factors;
 use crate::node::Node;
+use crate::session::layers::{InFlight, LayerState, Layers, Workshop};
 use crate::{Buffer, Coordinator, Error, Traffic};
 use poseidon_core::plan::Placement;
 use poseidon_core::wire::Kind;

@@ -3,11 +3,11 @@
 //! Knows nothing of links: frames come in through `open` and `handle_*`, and go out through the
 //! closures given to `handle_send` and `poll_completed`.
 
-use crate::board::Board;
-use crate::exchange::{Exchange, Lent};
-use crate::factors::{Meeting, Rows};
-use crate::outbox::Payload;
-use crate::rule_state::{Piece, RuleState};
+use crate::lane::board::Board;
+use crate::lane::outbox::Payload;
+use crate::memory::exchange::{Exchange, Lent};
+use crate::memory::factors::{Meeting, Rows};
+use crate::session::rule_state::{Piece, RuleState};
 use poseidon_core::store::{Completed, Contribution, Outcome, Stall};
 use poseidon_core::syncer::Part;
 use poseidon_core::wire::{Header, Kind};

@@ -4,9 +4,9 @@
 //! takes one control connection per call and all values pass through one process, so it is not for
 //! tensors.
 
-use crate::board::Board;
-use crate::control::{Answer, Message, answer, frame, receive};
+use crate::job::control::{Answer, Message, answer, frame, receive};
 use crate::lane::Command;
+use crate::lane::board::Board;
 use crate::node::Node;
 use crate::{Error, Session};
 use poseidon_core::wire::Purpose;

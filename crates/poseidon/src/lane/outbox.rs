@@ -1,7 +1,7 @@
 //! What a lane sends next to one peer: core's queue decides, and batches of it are written together.
 
-use crate::exchange::Lent;
-use crate::factors::Rows;
+use crate::memory::exchange::Lent;
+use crate::memory::factors::Rows;
 use poseidon_core::queue::{BATCH_BYTES, BATCH_FRAMES};
 use poseidon_core::wire::{Header, Kind};
 use poseidon_core::{LayerId, Queue};

@@ -5,9 +5,9 @@
 //! thread per control connection. No gradient ever passes through it.
 
 use crate::Error;
-use crate::book::{Book, lookup};
-use crate::control::{Answer, Join, Message, answer, frame, receive};
-use crate::gather::{Post, Rounds};
+use crate::job::book::{Book, lookup};
+use crate::job::control::{Answer, Join, Message, answer, frame, receive};
+use crate::job::gather::{Post, Rounds};
 use poseidon_core::wire::{NOBODY, Purpose, Status};
 use poseidon_core::{Cluster, LaneId, NodeId};
 use poseidon_link::{Address, Caller, Credentials, Listener, Serving, Stream, connect};
@@ -105,7 +105,7 @@ impl Coordinator {
     /// Starts a coordinator on a free port of this host, at the address by which it reaches `near` (`host:port`), or
     /// the one `POSEIDON_ADDRESS` names: there, others that can reach `near` can probably reach it too.
     pub fn beside(near: &str, credentials: Credentials, patience: Duration) -> Result<Self, Error> {
-        let wanted = crate::config::wanted_address();
+        let wanted = crate::job::config::wanted_address();
         let choice = poseidon_link::address::choose(wanted.as_deref(), near)?;
         Self::bind(choice.ip, 0, credentials, patience)
     }

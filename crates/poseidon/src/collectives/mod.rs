@@ -20,9 +20,9 @@ pub use request::Request;
 pub use tensor::Tensor;
 pub use work::Work;
 
-use crate::book::Job;
-use crate::config::{Config, Member};
-use crate::join::{Joined, join};
+use crate::job::book::Job;
+use crate::job::config::{Config, Member};
+use crate::job::rendezvous::{Joined, join};
 use crate::{ChunkSize, Error, Optimizer, Placement, Policy};
 use engine::Engine;
 use poseidon_link::Serving;

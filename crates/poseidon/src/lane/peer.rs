@@ -1,10 +1,10 @@
 //! One lane's end of the link to another node: frames in, frames out.
 
-use crate::board::Counters;
-use crate::exchange::Lent;
-use crate::factors::Rows;
-use crate::holdings::{Holdings, Landing};
-use crate::outbox::{Outbox, Payload};
+use crate::lane::board::Counters;
+use crate::lane::holdings::{Holdings, Landing};
+use crate::lane::outbox::{Outbox, Payload};
+use crate::memory::exchange::Lent;
+use crate::memory::factors::Rows;
 use poseidon_core::store::Contribution;
 use poseidon_core::wire::{Header, Kind, MAX_ABORT};
 use poseidon_core::{ChunkKey, Clock, NodeId, Violation};

@@ -1,6 +1,6 @@
 //! More sessions among the workers of a job, for another model or another update rule, and groups.
 
-use crate::config::Member;
+use crate::job::config::Member;
 use crate::session::Builder;
 use crate::{Config, Coordinator, Error, Group, Session};
 use poseidon_core::Servers;

@@ -1,11 +1,11 @@
 //! What a session knows of its layers, and the thread that rebuilds their gradients beside the
 //! training program.
 
-use crate::board::Board;
-use crate::buffer::Buffer;
-use crate::exchange::Exchange;
-use crate::factors::Meeting;
-use crate::rebuild::{Rebuilder, Rule};
+use crate::lane::board::Board;
+use crate::memory::buffer::Buffer;
+use crate::memory::exchange::Exchange;
+use crate::memory::factors::Meeting;
+use crate::session::rebuild::{Rebuilder, Rule};
 use crate::{Error, LayerId};
 use poseidon_core::{Clock, Optimizer};
 use std::ops::Range;

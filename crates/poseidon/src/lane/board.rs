@@ -1,7 +1,7 @@
 //! Where lanes tell the training program what is done, and what went wrong.
 
 use crate::Error;
-use crate::outbox::Frame;
+use crate::lane::outbox::Frame;
 use poseidon_core::{LayerId, NodeId};
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Condvar, Mutex, OnceLock, PoisonError};

@@ -1,7 +1,7 @@
 //! What is said on control connections: one JSON object a frame (`docs/wire.md` §3).
 
-use crate::book::{Book, Job, NodeFacts};
-use crate::gather::Post;
+use crate::job::book::{Book, Job, NodeFacts};
+use crate::job::gather::Post;
 use poseidon_core::wire::{Header, HeaderError, Kind, MAX_CONTROL, NOBODY};
 use poseidon_core::{NodeId, Servers};
 use serde::{Deserialize, Serialize};

@@ -2,10 +2,10 @@
 //! each of them.
 
 use crate::Error;
-use crate::book::{Book, Job, NodeFacts};
-use crate::config::{Carriers, Config};
-use crate::control::Join;
-use crate::coordinator::{self, Coordinator};
+use crate::job::book::{Book, Job, NodeFacts};
+use crate::job::config::{Carriers, Config};
+use crate::job::control::Join;
+use crate::job::coordinator::{self, Coordinator};
 use poseidon_core::wire::{Hello, Purpose, Status};
 use poseidon_core::{Cluster, LaneId, NodeId, Plan};
 use poseidon_link::{

@@ -3,16 +3,21 @@
 //! [`Lane`] is the lane without its thread: tests drive it over in-memory links in virtual time.
 //! [`run`] is the thread: epoll, a mailbox, the clock.
 
+pub(crate) mod board;
+pub(crate) mod holdings;
+pub(crate) mod outbox;
+pub(crate) mod peer;
+
 #[cfg(test)]
 mod harness;
 
 use crate::Error;
-use crate::board::{Board, Counters};
-use crate::exchange::Exchange;
-use crate::holdings::Holdings;
-use crate::outbox::Payload;
-use crate::peer::{Fault, Peer};
-use crate::rule_state::{Piece, RuleState};
+use crate::lane::board::{Board, Counters};
+use crate::lane::holdings::Holdings;
+use crate::lane::outbox::Payload;
+use crate::lane::peer::{Fault, Peer};
+use crate::memory::exchange::Exchange;
+use crate::session::rule_state::{Piece, RuleState};
 use poseidon_core::wire::{Header, Kind, MAX_ABORT};
 use poseidon_core::{ChunkKey, Clock, Cluster, Layer, LayerId, NodeId, Violation};
 use poseidon_link::Link;

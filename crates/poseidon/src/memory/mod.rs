@@ -1,0 +1,6 @@
+//! Memory that is lent to the lanes, and the only `unsafe` around it.
+
+pub mod buffer;
+
+pub(crate) mod exchange;
+pub(crate) mod factors;
