@@ -13,12 +13,10 @@ const INPUTS: usize = 200_000;
 fn header_survives() {
     let chunk = ChunkKey { layer: LayerId(3), index: 7 };
     let push = Header {
-        kind: Kind::Push,
-        sender: NodeId(1),
         chunk,
         value: 0.1,
         clock: Clock(9),
-        length: 4096,
+        ..Header::bare(Kind::Push, NodeId(1), 4096)
     };
     let abort = Header::bare(Kind::Abort, NodeId(2), 12);
     run(header, &[push.encode().to_vec(), abort.encode().to_vec()], &[]);

@@ -297,14 +297,9 @@ mod tests {
     }
 
     fn frame(from: u16, index: u32, clock: u64, rows: usize) -> Header {
-        Header {
-            kind: Kind::Factors,
-            sender: NodeId(from),
-            chunk: ChunkKey { layer: LayerId(7), index },
-            value: 0.5,
-            clock: Clock(clock),
-            length: (rows * 20) as u32,
-        }
+        let chunk = ChunkKey { layer: LayerId(7), index };
+        let bare = Header::bare(Kind::Factors, NodeId(from), (rows * 20) as u32);
+        Header { chunk, value: 0.5, clock: Clock(clock), ..bare }
     }
 
     fn gather() -> Gather {

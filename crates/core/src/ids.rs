@@ -42,6 +42,32 @@ id! {
     Clock(u64)
 }
 
+id! {
+    /// One session or group of a job, told apart from the others on the links they share.
+    ChannelId(u32)
+}
+id! {
+    /// Which arrangement of the job a message belongs to. Grows when the plan is replaced.
+    Epoch(u32)
+}
+
+impl ChannelId {
+    /// The link itself: heartbeats, and the last words of a node.
+    pub const LINK: Self = Self(0);
+    /// The session a job begins with.
+    pub const FIRST: Self = Self(1);
+}
+
+impl Epoch {
+    /// The arrangement a job begins with.
+    pub const FIRST: Self = Self(1);
+
+    /// The epoch after this one.
+    pub fn next(self) -> Self {
+        Self(self.0 + 1)
+    }
+}
+
 impl Clock {
     /// The clock after this one.
     pub fn next(self) -> Self {

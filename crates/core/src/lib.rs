@@ -36,7 +36,7 @@ mod violation;
 pub use chunk::{ChunkKey, ChunkSize, Chunks};
 pub use cluster::{Cluster, Role, Servers};
 pub use factors::Gather;
-pub use ids::{Clock, LaneId, LayerId, NodeId};
+pub use ids::{ChannelId, Clock, Epoch, LaneId, LayerId, NodeId};
 pub use layer::{Layer, LayerKind};
 pub use optim::{Optimizer, Reduction};
 pub use overlap::Overlap;

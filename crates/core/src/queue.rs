@@ -1,14 +1,12 @@
 //! The order in which frames go to one peer.
 
 use crate::LayerId;
-use crate::wire::{Header, Kind};
+use crate::wire::Kind;
 use std::cmp::{Ordering, Reverse};
 use std::collections::BinaryHeap;
+use std::collections::binary_heap::PeekMut;
 
-/// Frames waiting for one peer. Factors go first: their receiver has a gradient to rebuild, which
-/// takes it longest if it comes last, when there is nothing left on the wire to do it behind. Then
-/// the layer nearest the input, because the next forward pass needs it first; within a layer, first
-/// come first served.
+/// Messages waiting for one peer: the most urgent first, and among equals first come first served.
 #[derive(Debug)]
 pub struct Queue<T> {
     waiting: BinaryHeap<Waiting<T>>,
@@ -21,29 +19,51 @@ pub const BATCH_BYTES: usize = 128 << 10;
 /// The same, in frames.
 pub const BATCH_FRAMES: usize = 16;
 
-/// When a frame goes: before those of a greater number. `arrived` is how many came until this one.
-pub fn order(kind: Kind, layer: LayerId, arrived: u64) -> u64 {
+/// How urgent a session's frame is: a smaller number goes first.
+///
+/// Factors go first: their receiver has a gradient to rebuild, which takes it longest if it comes
+/// last, when there is nothing left on the wire to do it behind. Then the layer nearest the input,
+/// because the next forward pass needs it first.
+pub fn urgency(kind: Kind, layer: LayerId) -> u64 {
     let place = match kind {
-        Kind::Factors => 0,
-        // Goodbyes wait for everything else.
+        Kind::Factors | Kind::Abort => 0,
+        // A goodbye waits for everything else.
         Kind::Bye => LAST,
         // Frames without a chunk have layer 0.
         _ => (1 + u64::from(layer.0)).min(LAST - 1),
     };
-    place << ARRIVAL_BITS | arrived
+    place << ARRIVAL_BITS
+}
+
+/// How urgent a group's operation is: somebody waits for it, so it goes before layers; operations go
+/// in the order they were begun, so that none is held up by its successors.
+pub fn operation_urgency(number: u64) -> u64 {
+    number.min((1 << ARRIVAL_BITS) - 1)
+}
+
+/// Urgency and arrival in one number, for a simulation, which has millions of them: one word is
+/// compared, and moved, faster than two. `arrived` is how many frames came until this one.
+pub fn order(kind: Kind, layer: LayerId, arrived: u64) -> u64 {
+    urgency(kind, layer) | arrived
 }
 
 impl<T> Queue<T> {
-    /// Puts a frame in its place.
-    pub fn push(&mut self, header: &Header, frame: T) {
+    /// Puts a message in its place.
+    pub fn push(&mut self, urgency: u64, message: T) {
         self.arrived += 1;
-        let order = order(header.kind, header.chunk.layer, self.arrived);
-        self.waiting.push(Waiting { order: Reverse(order), frame });
+        let order = Reverse((urgency, self.arrived));
+        self.waiting.push(Waiting { order, message });
     }
 
-    /// The frame that goes next.
-    pub fn pop(&mut self) -> Option<T> {
-        self.waiting.pop().map(|waiting| waiting.frame)
+    /// The message that goes next, if `take` wants it: it stays where it is until `take` says that it
+    /// is used up.
+    pub fn take_next<R>(&mut self, take: impl FnOnce(&mut T) -> (R, bool)) -> Option<R> {
+        let mut next = self.waiting.peek_mut()?;
+        let (taken, used_up) = take(&mut next.message);
+        if used_up {
+            PeekMut::pop(next);
+        }
+        Some(taken)
     }
 
     /// Whether nothing waits.
@@ -51,9 +71,14 @@ impl<T> Queue<T> {
         self.waiting.is_empty()
     }
 
-    /// Takes out all frames, in no order.
+    /// Takes out all messages, in no order.
     pub fn drain(&mut self) -> impl Iterator<Item = T> + '_ {
-        self.waiting.drain().map(|waiting| waiting.frame)
+        self.waiting.drain().map(|waiting| waiting.message)
+    }
+
+    /// Forgets the messages that `keep` does not want.
+    pub fn retain(&mut self, mut keep: impl FnMut(&T) -> bool) {
+        self.waiting.retain(|waiting| keep(&waiting.message));
     }
 }
 
@@ -63,15 +88,14 @@ impl<T> Default for Queue<T> {
     }
 }
 
-/// A trillion frames to one peer, and 16 million layers: one word is compared, and moved, faster than
-/// two, and a simulation has millions of them.
+/// A trillion frames to one peer, and 16 million layers.
 const ARRIVAL_BITS: u32 = 40;
 const LAST: u64 = u64::MAX >> ARRIVAL_BITS;
 
 #[derive(Debug)]
 struct Waiting<T> {
-    order: Reverse<u64>,
-    frame: T,
+    order: Reverse<(u64, u64)>,
+    message: T,
 }
 
 impl<T> PartialEq for Waiting<T> {

@@ -159,14 +159,9 @@ mod tests {
     }
 
     fn update(part: &Part, clock: u64) -> Header {
-        Header {
-            kind: Kind::Update,
-            sender: part.server,
-            chunk: part.key,
-            value: 0.0,
-            clock: Clock(clock),
-            length: (part.range.len() * 4) as u32,
-        }
+        let length = (part.range.len() * 4) as u32;
+        let bare = Header::bare(Kind::Update, part.server, length);
+        Header { chunk: part.key, clock: Clock(clock), ..bare }
     }
 
     #[test]

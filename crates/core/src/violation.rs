@@ -1,4 +1,4 @@
-use crate::{Clock, NodeId};
+use crate::{Clock, Epoch, NodeId};
 
 /// A frame that breaks the rules of `docs/wire.md` §2. The sender is at fault, never the receiver.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
@@ -43,6 +43,14 @@ pub enum Violation {
         expected: Clock,
         /// The frame's clock.
         got: Clock,
+    },
+    /// The sender follows another plan.
+    #[error("epoch {got}, expected {expected}: the sender follows another plan")]
+    Epoch {
+        /// The epoch of the plan followed here.
+        expected: Epoch,
+        /// The frame's epoch.
+        got: Epoch,
     },
     /// The same contribution or update twice.
     #[error("clock {0} of this chunk came twice from the same node")]

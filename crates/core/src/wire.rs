@@ -2,11 +2,11 @@
 //!
 //! Decoders take fixed-size arrays, never panic, and say what was expected and what came.
 
-use crate::{ChunkKey, Clock, Dtype, LaneId, LayerId, NodeId, ReduceOp};
+use crate::{ChannelId, ChunkKey, Clock, Dtype, Epoch, LaneId, LayerId, NodeId, ReduceOp};
 use serde::{Deserialize, Serialize};
 
 /// The version this build speaks.
-pub const VERSION: u16 = 4;
+pub const VERSION: u16 = 5;
 /// First bytes of every connection.
 pub const MAGIC: [u8; 8] = *b"POSEIDON";
 /// Longest reason an `Abort` may carry, in bytes.
@@ -23,6 +23,10 @@ pub struct Header {
     pub kind: Kind,
     /// The node that sent it.
     pub sender: NodeId,
+    /// The session or group it belongs to.
+    pub channel: ChannelId,
+    /// The arrangement of that session or group it belongs to.
+    pub epoch: Epoch,
     /// The chunk it is about.
     pub chunk: ChunkKey,
     /// The learning rate of a push or of factors; 0 otherwise.
@@ -74,19 +78,20 @@ pub enum HeaderError {
     /// A kind this version does not know.
     #[error("unknown frame kind {0}")]
     Kind(u8),
-    /// Flags are zero in version 4.
-    #[error("unknown frame flags {0:#04x}")]
-    Flags(u8),
+    /// The only encoding of version 5 is 0: elements as they lie in memory, little-endian.
+    #[error("unknown payload encoding {0}")]
+    Encoding(u8),
 }
 
 impl Header {
     /// Size of an encoded header.
-    pub const SIZE: usize = 32;
+    pub const SIZE: usize = 40;
 
-    /// A frame that is about the connection and not about a chunk.
+    /// A frame that is about the connection, or about a whole session or group, and not about a chunk.
     pub fn bare(kind: Kind, sender: NodeId, length: u32) -> Self {
         let chunk = ChunkKey { layer: LayerId(0), index: 0 };
-        Self { kind, sender, chunk, value: 0.0, clock: Clock(0), length }
+        let (channel, epoch) = (ChannelId::LINK, Epoch(0));
+        Self { kind, sender, channel, epoch, chunk, value: 0.0, clock: Clock(0), length }
     }
 
     /// The header's bytes.
@@ -94,20 +99,22 @@ impl Header {
         let mut b = [0; Self::SIZE];
         b[0] = self.kind as u8;
         b[2..4].copy_from_slice(&self.sender.0.to_le_bytes());
-        b[4..8].copy_from_slice(&self.chunk.layer.0.to_le_bytes());
-        b[8..12].copy_from_slice(&self.chunk.index.to_le_bytes());
-        b[12..16].copy_from_slice(&self.value.to_le_bytes());
-        b[16..24].copy_from_slice(&self.clock.0.to_le_bytes());
-        b[24..28].copy_from_slice(&self.length.to_le_bytes());
-        let sum = crc32fast::hash(&b[..28]);
-        b[28..].copy_from_slice(&sum.to_le_bytes());
+        b[4..8].copy_from_slice(&self.channel.0.to_le_bytes());
+        b[8..12].copy_from_slice(&self.epoch.0.to_le_bytes());
+        b[12..16].copy_from_slice(&self.chunk.layer.0.to_le_bytes());
+        b[16..20].copy_from_slice(&self.chunk.index.to_le_bytes());
+        b[20..24].copy_from_slice(&self.value.to_le_bytes());
+        b[24..32].copy_from_slice(&self.clock.0.to_le_bytes());
+        b[32..36].copy_from_slice(&self.length.to_le_bytes());
+        let sum = crc32fast::hash(&b[..CHECKED]);
+        b[CHECKED..].copy_from_slice(&sum.to_le_bytes());
         b
     }
 
     /// Reads a header back. Checks the checksum first: nothing else means anything without it.
     pub fn decode(b: &[u8; Self::SIZE]) -> Result<Self, HeaderError> {
-        let found = u32_at(b, 28);
-        let expected = crc32fast::hash(&b[..28]);
+        let found = u32_at(b, CHECKED);
+        let expected = crc32fast::hash(&b[..CHECKED]);
         if found != expected {
             return Err(HeaderError::Checksum { found, expected });
         }
@@ -125,18 +132,23 @@ impl Header {
             other => return Err(HeaderError::Kind(other)),
         };
         if b[1] != 0 {
-            return Err(HeaderError::Flags(b[1]));
+            return Err(HeaderError::Encoding(b[1]));
         }
         Ok(Self {
             kind,
             sender: NodeId(u16_at(b, 2)),
-            chunk: ChunkKey { layer: LayerId(u32_at(b, 4)), index: u32_at(b, 8) },
-            value: f32::from_bits(u32_at(b, 12)),
-            clock: Clock(u64::from(u32_at(b, 16)) | u64::from(u32_at(b, 20)) << 32),
-            length: u32_at(b, 24),
+            channel: ChannelId(u32_at(b, 4)),
+            epoch: Epoch(u32_at(b, 8)),
+            chunk: ChunkKey { layer: LayerId(u32_at(b, 12)), index: u32_at(b, 16) },
+            value: f32::from_bits(u32_at(b, 20)),
+            clock: Clock(u64::from(u32_at(b, 24)) | u64::from(u32_at(b, 28)) << 32),
+            length: u32_at(b, 32),
         })
     }
 }
+
+/// Bytes of a header that its checksum covers: all before the checksum.
+const CHECKED: usize = Header::SIZE - size_of::<u32>();
 
 /// What every frame of a collective says about the operation, so that ranks that do different things
 /// find out. Travels in the header: `docs/wire.md` §2.
@@ -173,12 +185,10 @@ impl Signature {
             | (self.op as u32) << 12
             | u32::from(self.root) << 16;
         Header {
-            kind: Kind::Collective,
-            sender,
             chunk: ChunkKey { layer: LayerId(layer), index: place.index() },
             value: f32::from_bits(self.count),
             clock: Clock(place.sequence),
-            length,
+            ..Header::bare(Kind::Collective, sender, length)
         }
     }
 
@@ -200,12 +210,10 @@ impl Place {
     /// The header of a frame of `length` bytes of a message of `total` bytes with `tag`.
     pub fn message(&self, sender: NodeId, tag: u32, total: usize, length: u32) -> Header {
         Header {
-            kind: Kind::Message,
-            sender,
             chunk: ChunkKey { layer: LayerId(tag), index: self.index() },
             value: f32::from_bits(u32::try_from(total).unwrap_or(u32::MAX)),
             clock: Clock(self.sequence),
-            length,
+            ..Header::bare(Kind::Message, sender, length)
         }
     }
 
@@ -438,15 +446,17 @@ mod tests {
         let header = Header {
             kind: Kind::Push,
             sender: NodeId(0x0102),
+            channel: ChannelId(0x21222324),
+            epoch: Epoch(0x31323334),
             chunk: key(0x03040506, 0x0708090a),
             value: 0.1,
             clock: Clock(0x1112131415161718),
             length: 0x00040000,
         };
         let bytes = [
-            0x01, 0x00, 0x02, 0x01, 0x06, 0x05, 0x04, 0x03, 0x0a, 0x09, 0x08, 0x07, 0xcd, 0xcc,
-            0xcc, 0x3d, 0x18, 0x17, 0x16, 0x15, 0x14, 0x13, 0x12, 0x11, 0x00, 0x00, 0x04, 0x00,
-            0x20, 0x14, 0x1d, 0x09,
+            0x01, 0x00, 0x02, 0x01, 0x24, 0x23, 0x22, 0x21, 0x34, 0x33, 0x32, 0x31, 0x06, 0x05,
+            0x04, 0x03, 0x0a, 0x09, 0x08, 0x07, 0xcd, 0xcc, 0xcc, 0x3d, 0x18, 0x17, 0x16, 0x15,
+            0x14, 0x13, 0x12, 0x11, 0x00, 0x00, 0x04, 0x00, 0x20, 0x14, 0x1d, 0x09,
         ];
         assert_eq!(header.encode(), bytes);
         assert_eq!(Header::decode(&bytes), Ok(header));
@@ -462,12 +472,17 @@ mod tests {
             count: 0xfff0_0001,
         };
         let place = Place { sequence: 7, step: 1, piece: 0x030405 };
-        let header = signature.header(NodeId(2), place, 0x40000);
+        let header = Header {
+            channel: ChannelId(3),
+            epoch: Epoch(1),
+            ..signature.header(NodeId(2), place, 0x40000)
+        };
         let bytes = [
-            0x05, 0x00, 0x02, 0x00, 0x01, 0x44, 0x02, 0x01, 0x05, 0x04, 0x03, 0x01, 0x01, 0x00,
-            0xf0, 0xff, 0x07, 0x00, 0x00, 0x00, 0x00, 0x00, 0x00, 0x00, 0x00, 0x00, 0x04, 0x00,
+            0x05, 0x00, 0x02, 0x00, 0x03, 0x00, 0x00, 0x00, 0x01, 0x00, 0x00, 0x00, 0x01, 0x44,
+            0x02, 0x01, 0x05, 0x04, 0x03, 0x01, 0x01, 0x00, 0xf0, 0xff, 0x07, 0x00, 0x00, 0x00,
+            0x00, 0x00, 0x00, 0x00, 0x00, 0x00, 0x04, 0x00,
         ];
-        assert_eq!(header.encode()[..28], bytes);
+        assert_eq!(header.encode()[..36], bytes);
         let read = Header::decode(&header.encode()).unwrap();
         assert_eq!(Signature::read(&read), Some((signature, place)));
 
@@ -488,15 +503,15 @@ mod tests {
             cluster: [0xaa; 16],
             nonce: [0xbb; 32],
         };
-        let mut bytes = *b"POSEIDON\x04\x00\x01\x00\x07\x00\x03\x00aaaaaaaaaaaaaaaabbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbb";
+        let mut bytes = *b"POSEIDON\x05\x00\x01\x00\x07\x00\x03\x00aaaaaaaaaaaaaaaabbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbb";
         bytes[16..32].fill(0xaa);
         bytes[32..].fill(0xbb);
         assert_eq!(hello.encode(), bytes);
         assert_eq!(Hello::decode(&bytes), Ok(hello));
 
-        let challenge = Challenge { status: Status::Welcome, version: 4, nonce: [0xcc; 32] };
+        let challenge = Challenge { status: Status::Welcome, version: VERSION, nonce: [0xcc; 32] };
         let mut bytes =
-            *b"POSEIDON\x04\x00\x00\x00\x00\x00\x00\x00cccccccccccccccccccccccccccccccc";
+            *b"POSEIDON\x05\x00\x00\x00\x00\x00\x00\x00cccccccccccccccccccccccccccccccc";
         bytes[16..].fill(0xcc);
         assert_eq!(challenge.encode(), bytes);
         assert_eq!(Challenge::decode(&bytes), Ok(challenge));
@@ -527,18 +542,18 @@ mod tests {
     proptest! {
         #[test]
         fn headers_round_trip(
-            kind in 0usize..KINDS.len(), sender: u16, layer: u32, index: u32,
+            kind in 0usize..KINDS.len(), sender: u16, channel: u32, epoch: u32, layer: u32, index: u32,
             value in -1e30f32..1e30, clock: u64, length: u32,
         ) {
             let header = Header {
-                kind: KINDS[kind], sender: NodeId(sender), chunk: key(layer, index),
-                value, clock: Clock(clock), length,
+                kind: KINDS[kind], sender: NodeId(sender), channel: ChannelId(channel),
+                epoch: Epoch(epoch), chunk: key(layer, index), value, clock: Clock(clock), length,
             };
             prop_assert_eq!(Header::decode(&header.encode()), Ok(header));
         }
 
         #[test]
-        fn one_flipped_bit_is_noticed(bit in 0usize..256, clock: u64) {
+        fn one_flipped_bit_is_noticed(bit in 0usize..8 * Header::SIZE, clock: u64) {
             let header = Header { clock: Clock(clock), ..Header::bare(Kind::Heartbeat, NodeId(1), 0) };
             let mut bytes = header.encode();
             bytes[bit / 8] ^= 1 << (bit % 8);
@@ -546,8 +561,8 @@ mod tests {
         }
 
         #[test]
-        fn any_bytes_decode_without_panic(b in proptest::array::uniform32(any::<u8>())) {
-            let _ = Header::decode(&b);
+        fn any_bytes_decode_without_panic(b in proptest::collection::vec(any::<u8>(), Header::SIZE)) {
+            let _ = Header::decode(b[..].try_into().unwrap());
         }
     }
 }

@@ -26,8 +26,9 @@
 //!
 //! * [`session`]: what a training program holds. [`serve`]: what a dedicated server runs.
 //! * `node`: one process of a job and its lanes.
-//! * `lane`: one thread of a node: its chunks, its shard, its links.
+//! * `lane`: a session's part on one thread of a node: its chunks, its shard.
 //! * [`collectives`]: operations on tensors of any type, among the ranks of a group.
+//! * `engine`: what carries the frames of both: links, queues, heartbeats, goodbyes, last words.
 //! * `job`: how processes become a job: [`config`], [`coordinator`], rendezvous, the information book.
 //! * `memory`: memory lent to the lanes while a layer is in flight, and where factors meet.
 //! * `error`: what can go wrong, in words.
@@ -35,6 +36,7 @@
 pub mod collectives;
 pub mod session;
 
+mod engine;
 mod error;
 mod job;
 mod lane;
@@ -50,7 +52,7 @@ pub use job::coordinator::{self, Coordinator};
 pub use job::gather::GatherError;
 pub use memory::buffer::{self, Buffer};
 pub use memory::factors::Factors;
-pub use node::Traffic;
+pub use engine::traffic::Traffic;
 pub use poseidon_core::plan::Placement;
 pub use poseidon_core::store::Order;
 pub use poseidon_core::{

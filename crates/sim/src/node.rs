@@ -230,7 +230,7 @@ impl Node {
         now: Duration,
     ) {
         let length = (book.plan.len(chunk) * size_of::<f32>()) as u32;
-        let header = Header { kind: Kind::Push, sender: from, chunk, value: 0.0, clock, length };
+        let header = Header { chunk, clock, ..Header::bare(Kind::Push, from, length) };
         let lane = book.plan.shard(chunk).map_or(0, |shard| shard.lane.index());
         let store = &mut self.stores[lane];
         let loan = match from == self.id {
@@ -311,7 +311,7 @@ pub(crate) fn syncers(cluster: &Cluster, plan: &Plan, layer: LayerId) -> Vec<Syn
 
 fn header(frame: &Frame, sender: NodeId, length: u32) -> Header {
     let Frame { kind, chunk, clock, .. } = *frame;
-    Header { kind, sender, chunk, value: 0.0, clock: Clock(clock.into()), length }
+    Header { chunk, clock: Clock(clock.into()), ..Header::bare(kind, sender, length) }
 }
 
 /// Nodes here run the same code over a network that loses nothing: a violation is a bug of the

@@ -194,7 +194,8 @@ impl Outbox {
 mod tests {
     use super::*;
     use crate::mail::{Frame, Part};
-    use poseidon_core::wire::{Header, Kind};
+    use poseidon_core::queue::urgency;
+    use poseidon_core::wire::Kind;
     use poseidon_core::{ChunkKey, LayerId, Queue};
     use std::rc::Rc;
 
@@ -228,8 +229,7 @@ mod tests {
                 if let Some(parts) = &parts {
                     (frame.chunk.index, frame.payload) = (parts[peer].index, parts[peer].payload);
                 }
-                let header = Header { chunk, ..Header::bare(kind, NodeId(0), 0) };
-                queues[peer].push(&header, frame);
+                queues[peer].push(urgency(kind, layer), frame);
             }
             outbox.push(Mailing { frame, parts, peers }, &mut mail);
             let sent = if clock == 1_999 { u64::MAX } else { below(60) };
@@ -238,7 +238,7 @@ mod tests {
             }
             for _ in 0..sent {
                 let Some((to, id, left)) = outbox.poll_segment(&mut mail) else { break };
-                let expected = queues[usize::from(to)].pop();
+                let expected = queues[usize::from(to)].take_next(|frame| (*frame, true));
                 assert_eq!(Some(mail.frame(id, to.into())), expected);
                 mail.handle_landed(id);
                 if to == SLOW && clock < 1_999 {

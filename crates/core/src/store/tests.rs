@@ -18,7 +18,8 @@ fn store(workers: u16, len: usize, optimizer: Optimizer, order: Order) -> Store 
 
 fn header(kind: Kind, worker: u16, clock: u64, len: usize) -> Header {
     let length = (len * 4) as u32;
-    Header { kind, sender: NodeId(worker), chunk: KEY, value: 0.5, clock: Clock(clock), length }
+    let clock = Clock(clock);
+    Header { chunk: KEY, value: 0.5, clock, ..Header::bare(kind, NodeId(worker), length) }
 }
 
 fn push(store: &mut Store, worker: u16, clock: u64, values: &[f32]) -> Option<Completed> {

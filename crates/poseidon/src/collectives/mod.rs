@@ -1,45 +1,39 @@
 //! Collective operations among the ranks of a group: what `torch.distributed` and MPI call them.
 //!
-//! A [`Group`] has its own links, made as a session's are. [`Group::begin`] starts an operation and returns
-//! at once; [`Work::wait`] sees it through.
+//! A [`Group`] is a channel on its node's links. [`Group::begin`] starts an operation and returns at
+//! once; [`Work::wait`] sees it through.
 //!
-//! * `request`: what may be asked. `tensor`: memory lent for it. `work`: how it stands.
-//! * `course`: what an operation sends and awaits. `desk`: which operation a frame belongs to.
-//! * `peer`: one link. `engine`: all of them. `wheel`: who drives it.
+//! * `request`: what may be asked. `tensor`: memory lent for it. `work`: how it ended.
+//! * `operation`: what an operation sends and awaits. `channel`: which operation a frame belongs to.
 
-mod course;
-mod desk;
-mod engine;
-mod peer;
+mod channel;
+mod operation;
 mod request;
 mod tensor;
-mod wheel;
 mod work;
 
 pub use request::Request;
 pub use tensor::Tensor;
 pub use work::Work;
 
-use crate::job::book::Job;
-use crate::job::config::{Config, Member};
-use crate::job::rendezvous::{Joined, join};
-use crate::{ChunkSize, Error, Optimizer, Placement, Policy};
-use engine::Engine;
-use poseidon_link::Serving;
+use crate::Error;
+use crate::engine::driver::Driver;
+use channel::{Command, GroupChannel, Shared};
+use poseidon_core::{ChannelId, NodeId};
 use std::any::Any;
 use std::fmt;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
-use wheel::{Command, Wheel};
-use work::Progress;
+use std::time::Duration;
+use work::Completion;
 
 /// The ranks that do collective operations together, as one of them sees it.
 pub struct Group {
     rank: u16,
     size: u16,
-    wheel: Arc<Wheel>,
-    /// Turns strangers away for as long as the group lives.
-    serving: Option<Serving>,
+    shared: Arc<Shared>,
+    driver: Arc<Driver>,
+    /// What the links belong to: they stay open while the group lives.
+    links: Option<Arc<dyn Any + Send + Sync>>,
 }
 
 /// How an operation is to be seen through.
@@ -53,39 +47,21 @@ pub struct Terms {
 }
 
 impl Group {
-    /// Joins the group that `config` describes: workers only, all of which call this, with one lane. `names` is what
-    /// the ranks are called in errors, such as `rank 3`; it has one for each.
-    pub fn start(config: &Config, names: Vec<String>) -> Result<Self, Error> {
-        let Member::Worker(rank) = config.member else {
-            return Err(Error::Config("a group is among workers".into()));
-        };
-        let size = config.workers;
-        if names.len() != usize::from(size) {
-            let got = names.len();
-            return Err(Error::Config(format!("{got} names for {size} ranks")));
-        }
-        let job = Job {
-            layers: Vec::new(),
-            optimizer: Optimizer::default(),
-            chunk: ChunkSize::default(),
-            placement: Placement::Balanced,
-            deterministic: false,
-            scheme: Policy::Auto,
-            batch: None,
-        };
-        let config = Config { lanes: 1, ..config.clone() };
-        let Joined { book, mut links, serving, .. } = join(&config, Some(job))?;
-        let here = &book.nodes[usize::from(rank)].host;
-        let neighbours = book.nodes.iter().filter(|node| node.host == *here).count();
-        let cores = std::thread::available_parallelism().map_or(1, |n| n.get());
-        let epoch = Instant::now();
-        let links = links.pop().unwrap_or_default();
-        let engine = Engine::new(rank, names, links, config.silence, epoch.elapsed());
-        let wheel = Arc::new(Wheel::new(engine, epoch, neighbours >= cores)?);
-        let driver = wheel.clone();
-        let thread = std::thread::Builder::new().name("poseidon-group".into());
-        thread.spawn(move || driver.run()).map_err(Error::io("starting a group's thread"))?;
-        Ok(Self { rank, size, wheel, serving: Some(serving) })
+    /// Opens a group on the links that `driver` drives, and that live as long as `links`. `ranks` are
+    /// its nodes, of which this one has rank `rank`; `names` is what they are called in errors.
+    pub(crate) fn open(
+        id: ChannelId,
+        rank: u16,
+        ranks: Vec<NodeId>,
+        names: Vec<String>,
+        driver: Arc<Driver>,
+        links: Arc<dyn Any + Send + Sync>,
+    ) -> Self {
+        let size = ranks.len() as u16;
+        let shared = Arc::new(Shared::default());
+        let channel = GroupChannel::new(id, rank, ranks, names, shared.clone());
+        driver.attach(Box::new(channel));
+        Self { rank, size, shared, driver, links: Some(links) }
     }
 
     /// This process's rank in the group.
@@ -105,44 +81,43 @@ impl Group {
         terms: Terms,
         keep_alive: Box<dyn Any + Send + Sync>,
     ) -> Result<Work, Error> {
-        self.wheel.check_owner()?;
+        self.driver.check_owner()?;
         request.check(self.rank, self.size)?;
-        let progress = Arc::new(Progress::new(keep_alive));
-        let work = Work { progress: progress.clone(), wheel: self.wheel.clone() };
-        let command = Command::Begin { request, timeout: terms.timeout, progress };
-        self.wheel.command(command, terms.waits);
+        let completion = Arc::new(Completion::new(keep_alive));
+        let work = Work { completion: completion.clone(), driver: self.driver.clone() };
+        self.shared.command(Command::Begin { request, timeout: terms.timeout, completion });
+        self.driver.nudge(terms.waits);
         Ok(work)
     }
 
     /// Waits until an operation that is [followed](Work::follow) is done and returns its name, once. None when the
     /// group has stopped. Any number of threads may wait here: each name goes to one of them.
     pub fn completed(&self) -> Option<u64> {
-        self.wheel.completed()
+        self.shared.completed()
     }
 
     /// Leaves the group, without waiting. Operations that are under way fail, on every rank. A process that was forked
     /// from the one that made the group cannot leave it: there, this and [`abort`](Self::abort) do nothing.
     pub fn leave(&self) {
-        if self.wheel.check_owner().is_err() {
-            return;
-        }
-        self.wheel.command(Command::Leave, false);
-        self.wheel.kick();
+        self.command(Command::Leave);
     }
 
     /// Stops the group and tells every rank why.
     pub fn abort(&self, reason: &str) {
-        if self.wheel.check_owner().is_err() {
-            return;
-        }
-        self.wheel.command(Command::Abort(reason.into()), false);
-        self.wheel.kick();
+        self.command(Command::Abort(reason.into()));
     }
 
-    /// Waits until a group that was left has no connection open, and no longer than `patience`.
+    /// Waits until the others can hear that this rank has left, and no longer than `patience`.
     pub fn wait_left(&self, patience: Duration) {
-        if self.wheel.check_owner().is_ok() {
-            self.wheel.wait_stopped(patience);
+        if self.driver.check_owner().is_ok() {
+            self.shared.wait_closed(patience);
+        }
+    }
+
+    fn command(&self, command: Command) {
+        if self.driver.check_owner().is_ok() {
+            self.shared.command(command);
+            self.driver.nudge(false);
         }
     }
 }
@@ -150,9 +125,9 @@ impl Group {
 impl Drop for Group {
     fn drop(&mut self) {
         self.leave();
-        if self.wheel.check_owner().is_err() {
+        if self.driver.check_owner().is_err() {
             // Its thread is in the process that made it, and its sockets are that process's too.
-            std::mem::forget(self.serving.take());
+            std::mem::forget(self.links.take());
         }
     }
 }

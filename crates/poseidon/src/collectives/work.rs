@@ -1,7 +1,7 @@
 //! An operation that is under way, as its program sees it.
 
-use super::wheel::Wheel;
 use crate::Error;
+use crate::engine::driver::Driver;
 use std::any::Any;
 use std::fmt;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
@@ -10,12 +10,12 @@ use std::time::{Duration, Instant};
 
 /// An operation of a group. It goes on when this is dropped.
 pub struct Work {
-    pub(super) progress: Arc<Progress>,
-    pub(super) wheel: Arc<Wheel>,
+    pub(super) completion: Arc<Completion>,
+    pub(super) driver: Arc<Driver>,
 }
 
-/// How far an operation is. The engine writes it, once.
-pub(super) struct Progress {
+/// How an operation ended, once it has. The group's channel writes it, once.
+pub(super) struct Completion {
     done: AtomicBool,
     failure: OnceLock<Error>,
     /// The rank a message came from.
@@ -30,49 +30,50 @@ impl Work {
     /// Waits until the operation is done, and no longer than `patience`: true if it is done, false if it
     /// goes on. The tensors are the program's own again when it is done, whatever the outcome.
     pub fn wait(&self, patience: Duration) -> Result<bool, Error> {
-        if !self.progress.is_done() {
-            self.wheel.check_owner()?;
-            self.wheel.wait(&self.progress, Instant::now().checked_add(patience));
+        if !self.completion.is_done() {
+            self.driver.check_owner()?;
+            let deadline = Instant::now().checked_add(patience);
+            self.driver.wait(|| self.completion.is_done(), deadline);
         }
-        match self.progress.is_done() {
-            true => self.progress.failure().map_or(Ok(true), Err),
+        match self.completion.is_done() {
+            true => self.completion.failure().map_or(Ok(true), Err),
             false => Ok(false),
         }
     }
 
     /// Whether it is done, and well or not.
     pub fn is_done(&self) -> bool {
-        self.progress.is_done()
+        self.completion.is_done()
     }
 
     /// Why it failed, if it did.
     pub fn failure(&self) -> Option<Error> {
-        self.progress.failure()
+        self.completion.failure()
     }
 
     /// The rank that a received message came from.
     pub fn source(&self) -> Option<u16> {
-        u16::try_from(self.progress.source.load(Ordering::Relaxed)).ok()
+        u16::try_from(self.completion.source.load(Ordering::Relaxed)).ok()
     }
 
     /// Has [`Group::completed`](super::Group::completed) report `name` when it is done. False if it is done
     /// already, and then nothing is reported.
     pub fn follow(&self, name: u64) -> bool {
-        let mut followed = self.progress.lock_followed();
-        if self.progress.is_done() {
+        let mut followed = self.completion.lock_followed();
+        if self.completion.is_done() {
             return false;
         }
         *followed = Some(name);
         // Somebody other than a waiting thread has to see it through.
-        self.wheel.kick();
+        self.driver.kick();
         true
     }
 
     /// Drops what kept the tensors alive, if the operation is done: here, rather than where the last
     /// reference to it goes.
     pub fn release(&self) {
-        if self.progress.is_done() {
-            drop(self.progress.take_keep());
+        if self.completion.is_done() {
+            drop(self.completion.take_keep());
         }
     }
 }
@@ -83,7 +84,7 @@ impl fmt::Debug for Work {
     }
 }
 
-impl Progress {
+impl Completion {
     pub(super) fn new(keep: Box<dyn Any + Send + Sync>) -> Self {
         Self {
             done: AtomicBool::new(false),

@@ -78,8 +78,8 @@ impl Session {
     /// If a worker does not post within the session's time-out, the error names it, and the job
     /// stops. If the job fails meanwhile, the error is why.
     pub fn gather(&self, topic: &str, value: &Value) -> Result<Vec<Value>, Error> {
-        self.node.board.failure().map_or(Ok(()), Err)?;
-        let why = match converse(&self.node, topic, value, self.timeout) {
+        self.parts.board.failure().map_or(Ok(()), Err)?;
+        let why = match converse(&self.node, &self.parts.board, topic, value, self.timeout) {
             Ok(values) => return Ok(values),
             Err(why) => why,
         };
@@ -90,13 +90,13 @@ impl Session {
             GatherError::Missing { .. } | GatherError::Departed { .. } => {}
             // Most likely the coordinator has died with its node: the lanes know which it was.
             GatherError::Unreachable { .. } | GatherError::Broken { .. } => {
-                if let Some(failure) = await_failure(&self.node.board) {
+                if let Some(failure) = await_failure(&self.parts.board) {
                     return Err(failure);
                 }
             }
         }
         // The others would wait for this worker, here or in their next step.
-        self.node.command_all(|| Command::Abort(error.to_string()));
+        self.parts.command_all(|| Command::Abort(error.to_string()));
         Err(error)
     }
 }
@@ -183,6 +183,7 @@ fn answer_all(waiting: &[Sender<Answer>], message: &Message) {
 /// Posts the value and waits for the others'.
 fn converse(
     node: &Node,
+    board: &Board,
     topic: &str,
     value: &Value,
     patience: Duration,
@@ -191,10 +192,10 @@ fn converse(
     let post = Post { node: node.me, topic: topic.into(), value: value.clone(), patience_ms };
     let post = frame(node.me, &Message::Gather(post))
         .map_err(|e| GatherError::TooLarge { why: e.to_string() })?;
-    let mut coordinator = reach(node, patience)?;
+    let mut coordinator = reach(node, board, patience)?;
     let heard = coordinator.write_all(&post).and_then(|()| receive(&mut coordinator));
     let workers = node.book.cluster.workers();
-    if let (Err(_), Some(departed), None) = (&heard, coordinator.departed, node.board.failure()) {
+    if let (Err(_), Some(departed), None) = (&heard, coordinator.departed, board.failure()) {
         return Err(GatherError::Departed { node: node.book.cluster.name(departed) });
     }
     let why = match heard {
@@ -214,13 +215,16 @@ fn converse(
 }
 
 /// Calls the coordinator, again and again if need be, until the job fails or patience ends.
-fn reach(node: &Node, patience: Duration) -> Result<Watched<'_>, GatherError> {
+fn reach<'a>(
+    node: &'a Node,
+    board: &'a Board,
+    patience: Duration,
+) -> Result<Watched<'a>, GatherError> {
     let start = Instant::now();
     let (address, credentials) = &node.coordinator;
     let caller = Caller { purpose: Purpose::Control, node: node.me, lane: LaneId(0) };
     loop {
         let left = patience.saturating_sub(start.elapsed());
-        let board = &*node.board;
         match connect(address, caller, credentials, Instant::now() + left.min(ATTEMPT)) {
             Ok(stream) => {
                 let deadline = Instant::now() + patience + LAST_WORDS;

@@ -7,7 +7,7 @@ use crate::job::config::{Carriers, Config};
 use crate::job::control::Join;
 use crate::job::coordinator::{self, Coordinator};
 use poseidon_core::wire::{Hello, Purpose, Status};
-use poseidon_core::{Cluster, LaneId, NodeId, Plan};
+use poseidon_core::{Cluster, LaneId, NodeId};
 use poseidon_link::{
     Address, Caller, Credentials, Link, Listener, Serving, Stream, address, connect,
 };
@@ -22,7 +22,6 @@ use std::time::{Duration, Instant};
 /// What a process has once it is in.
 pub(crate) struct Joined {
     pub(crate) book: Arc<Book>,
-    pub(crate) plan: Plan,
     /// By lane.
     pub(crate) links: Vec<Links>,
     /// Where the coordinator is, and what opens its door.
@@ -77,11 +76,10 @@ pub(crate) fn join(config: &Config, job: Option<Job>) -> Result<Joined, Error> {
     let words = Join { facts, workers, servers, lanes, job };
     let book = Arc::new(coordinator::join(&mut stream, words, &meeting_point)?);
 
-    let plan = book.plan();
-    let links = gather_links(config, &book, &plan, &credentials, &arrivals)?;
+    let links = gather_links(config, &book, &credentials, &arrivals)?;
     connected.store(book.cluster.lanes(), Ordering::Relaxed);
     let meeting_point = (to, credentials);
-    Ok(Joined { book, plan, links, meeting_point, serving, coordinator })
+    Ok(Joined { book, links, meeting_point, serving, coordinator })
 }
 
 fn serve_coordinator(config: &Config) -> Result<Coordinator, Error> {
@@ -137,7 +135,6 @@ fn receive_callers(
 fn gather_links(
     config: &Config,
     book: &Book,
-    plan: &Plan,
     credentials: &Credentials,
     arrivals: &Receiver<Arrival>,
 ) -> Result<Vec<Links>, Error> {
@@ -148,7 +145,7 @@ fn gather_links(
     let link_to = |node| Error::io(format!("link to {}", cluster.name(node)));
     let share_memory = config.carrier == Carriers::Auto;
     let partners =
-        cluster.node_ids().filter(|&n| n != me && exchange_anything(cluster, plan, me, n));
+        cluster.node_ids().filter(|&n| n != me && exchange_anything(cluster, me, n));
     let (lower, higher): (Vec<_>, Vec<_>) = partners.partition(|&n| n < me);
     for &node in &lower {
         let to = route(config, book, node)?;
@@ -190,12 +187,11 @@ fn gather_links(
     Ok(links)
 }
 
-/// Workers exchange chunks with servers, and factors with workers. Nodes that exchange nothing have
-/// no link.
-fn exchange_anything(cluster: &Cluster, plan: &Plan, a: NodeId, b: NodeId) -> bool {
-    let (Some(a), Some(b)) = (cluster.role(a), cluster.role(b)) else { return false };
-    let factors = plan.sends_factors() && a.worker && b.worker;
-    factors || (a.worker && b.server) || (a.server && b.worker)
+/// Workers exchange chunks with servers, and factors and tensors with workers. Servers exchange
+/// nothing and have no link.
+fn exchange_anything(cluster: &Cluster, a: NodeId, b: NodeId) -> bool {
+    let works = |node| cluster.role(node).is_some_and(|role| role.worker);
+    works(a) || works(b)
 }
 
 /// How to reach `node`: a unix socket if it is on this host, unless told otherwise.

@@ -1,7 +1,6 @@
 //! Where lanes tell the training program what is done, and what went wrong.
 
 use crate::Error;
-use crate::lane::outbox::Frame;
 use poseidon_core::{LayerId, NodeId};
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Condvar, Mutex, OnceLock, PoisonError};
@@ -16,6 +15,8 @@ pub(crate) struct Board {
     /// Per layer: when its last lane finished, in nanoseconds since `epoch`. Written by that lane.
     finished: Vec<AtomicU64>,
     epoch: Instant,
+    /// Lanes that this session is still on.
+    lanes: AtomicUsize,
     failure: OnceLock<Error>,
     /// The first node that said goodbye. Written by the lane that heard it.
     departed: OnceLock<NodeId>,
@@ -27,42 +28,44 @@ pub(crate) struct Board {
     changed: Condvar,
 }
 
-/// What a node has sent and received. Written by its lanes, read by anybody.
-#[derive(Debug, Default)]
-pub(crate) struct Counters {
-    pub(crate) bytes_sent: AtomicU64,
-    pub(crate) bytes_received: AtomicU64,
-    pub(crate) frames_sent: AtomicU64,
-    pub(crate) frames_received: AtomicU64,
-    /// Bytes sent, by layer: frames that are about one, headers included.
-    pub(crate) layers: Box<[AtomicU64]>,
-}
-
-impl Counters {
-    pub(crate) fn new(layers: usize) -> Self {
-        Self { layers: (0..layers).map(|_| AtomicU64::new(0)).collect(), ..Self::default() }
-    }
-
-    /// A link has taken the whole of `frame`.
-    pub(crate) fn count_sent(&self, frame: &Frame) {
-        if let Some(sent) = frame.layer.and_then(|layer| self.layers.get(layer.index())) {
-            sent.fetch_add(frame.len() as u64, Ordering::Relaxed);
-        }
-    }
-}
-
 impl Board {
     pub(crate) fn new(layers: usize) -> Self {
         Self {
             pending: (0..layers).map(|_| AtomicUsize::new(0)).collect(),
             finished: (0..layers).map(|_| AtomicU64::new(0)).collect(),
             epoch: Instant::now(),
+            lanes: AtomicUsize::new(0),
             failure: OnceLock::new(),
             departed: OnceLock::new(),
             sleepers: AtomicUsize::new(0),
             idlers: AtomicUsize::new(0),
             gate: Mutex::new(()),
             changed: Condvar::new(),
+        }
+    }
+
+    /// The session has a part on one more lane.
+    pub(crate) fn open_lane(&self) {
+        self.lanes.fetch_add(1, Ordering::SeqCst);
+    }
+
+    /// A lane has removed this session's part.
+    pub(crate) fn close_lane(&self) {
+        self.lanes.fetch_sub(1, Ordering::SeqCst);
+        self.wake_all();
+    }
+
+    /// Whether the session has no part on any lane any more.
+    #[cfg(test)]
+    pub(crate) fn is_closed(&self) -> bool {
+        self.lanes.load(Ordering::SeqCst) == 0
+    }
+
+    /// Waits until the session has no part on any lane. They end on their own deadlines.
+    pub(crate) fn wait_closed(&self) {
+        let mut gate = self.gate.lock().unwrap_or_else(PoisonError::into_inner);
+        while self.lanes.load(Ordering::SeqCst) > 0 {
+            gate = self.changed.wait(gate).unwrap_or_else(PoisonError::into_inner);
         }
     }
 

@@ -3,24 +3,25 @@
 
 mod tests;
 
-use super::{Command, Lane, Limits, Next, Parts};
+use super::{Command, Parts, SessionLane};
 use crate::Buffer;
 use crate::Error;
-use crate::lane::board::{Board, Counters};
-use crate::lane::holdings::Holdings;
+use crate::engine::traffic::Counters;
+use crate::engine::{Engine, Links, Next};
+use crate::lane::board::Board;
+use crate::lane::plan_state::PlanState;
 use crate::memory::exchange::Exchange;
 use poseidon_core::plan::Rules;
 use poseidon_core::store::Order;
 use poseidon_core::wire::Kind;
 use poseidon_core::{
-    ChunkSize, Clock, Cluster, LaneId, Layer, LayerId, NodeId, Optimizer, Plan, Reduction, Servers,
+    ChannelId, ChunkSize, Clock, Cluster, Epoch, LaneId, Layer, LayerId, NodeId, Optimizer, Plan, Reduction, Servers,
     Shard, Store,
 };
-use poseidon_link::Link;
 use poseidon_link::memory::{Faults, Shape, VirtualClock, pair};
 use std::collections::BTreeSet;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
+use std::sync::mpsc::{Sender, channel};
 use std::time::Duration;
 
 const SILENCE: Duration = Duration::from_secs(15);
@@ -85,15 +86,17 @@ struct World {
 
 struct Node {
     board: Arc<Board>,
-    counters: Arc<Counters>,
     lanes: Vec<Option<Running>>,
     /// Workers only.
     program: Option<Program>,
 }
 
 struct Running {
-    lane: Lane,
+    engine: Engine,
+    commands: Sender<Command>,
     wake: Duration,
+    /// The session is over here: the process ends then, whoever is still connected.
+    ends: Option<Duration>,
 }
 
 struct Pipe {
@@ -209,7 +212,7 @@ impl World {
             nodes.iter().map(|_| (0..lanes).map(|_| Vec::new()).collect()).collect();
         for &a in &nodes {
             for &b in nodes.iter().filter(|&&b| b > a) {
-                if !world.exchange_chunks(a, b) {
+                if !super::partners(&world.cluster, a).contains(&b) {
                     continue;
                 }
                 for lane in world.cluster.lane_ids() {
@@ -234,7 +237,7 @@ impl World {
         let role = self.cluster.role(me).unwrap();
         let board = Arc::new(Board::new(layers.len()));
         let counters = Arc::new(Counters::new(layers.len()));
-        let meetings = vec![None; layers.len()];
+        let matrices = vec![None; layers.len()];
         let lane = |(lane, links): (LaneId, Links)| {
             let shard = Shard { node: me, lane };
             let optimizer = Optimizer::Reduce(Reduction::Sum);
@@ -242,24 +245,23 @@ impl World {
             let store = role
                 .server
                 .then(|| Store::new(&self.plan, shard, workers, optimizer.clone(), order));
-            let parts = Parts {
+            let (commands, taken) = channel();
+            let (cluster, plan, epoch) = (&self.cluster, &self.plan, Epoch::FIRST);
+            let part = SessionLane::new(Parts {
+                id: ChannelId::FIRST,
                 me,
                 cluster: self.cluster.clone(),
                 layers: layers.clone(),
-                holdings: Holdings::new(
-                    shard,
-                    &self.cluster,
-                    &self.plan,
-                    store,
-                    &meetings,
-                    board.clone(),
-                ),
-                links,
+                state: PlanState::new(shard, cluster, plan, epoch, store, &matrices, board.clone()),
+                commands: taken,
                 board: board.clone(),
                 counters: counters.clone(),
-                limits: Limits { silence: SILENCE, stall: STALL },
-            };
-            Some(Running { lane: Lane::new(parts, Duration::ZERO), wake: Duration::ZERO })
+                stall: STALL,
+            });
+            let mut engine =
+                Engine::new(me, self.cluster.nodes(), links, SILENCE, Duration::ZERO);
+            engine.attach(Box::new(part), Duration::ZERO);
+            Some(Running { engine, commands, wake: Duration::ZERO, ends: None })
         };
         let lanes = self.cluster.lane_ids().zip(links).map(lane).collect();
         let idle = |_: &usize| Progress { done: 0, in_flight: None, next: self.dice.pause() };
@@ -268,12 +270,7 @@ impl World {
             mute: false,
             finished: false,
         });
-        Node { board, counters, lanes, program }
-    }
-
-    fn exchange_chunks(&self, a: NodeId, b: NodeId) -> bool {
-        let (a, b) = (self.cluster.role(a).unwrap(), self.cluster.role(b).unwrap());
-        (a.worker && b.server) || (a.server && b.worker)
+        Node { board, lanes, program }
     }
 
     /// Runs everybody until nothing more can happen at this time.
@@ -299,13 +296,25 @@ impl World {
     fn run_lanes(&mut self, node: usize, everybody: &[NodeId]) -> bool {
         let now = self.clock.now();
         let mut busy = false;
-        for slot in &mut self.nodes[node].lanes {
+        let Node { board, lanes, .. } = &mut self.nodes[node];
+        for slot in lanes {
             let Some(running) = slot else { continue };
+            if board.is_closed() && running.ends.is_none() {
+                running.engine.close(now);
+                running.ends = Some(now + crate::node::LAST_WORDS);
+            }
             // An in-memory read may be short though more is there, so readiness is not an edge.
-            everybody.iter().for_each(|&peer| running.lane.handle_ready(peer, true, true));
-            match running.lane.turn(now) {
+            let engine = &mut running.engine;
+            everybody.iter().for_each(|&peer| engine.handle_ready(peer, true, true, false));
+            match running.engine.turn(now) {
                 Next::Again => busy = true,
-                Next::Sleep(until) => running.wake = until,
+                Next::Sleep(_) if running.ends.is_some_and(|end| end <= now) => {
+                    *slot = None;
+                    busy = true;
+                }
+                Next::Sleep(until) => {
+                    running.wake = running.ends.map_or(until, |end| until.min(end));
+                }
                 Next::Stop => {
                     *slot = None; // which closes its links
                     busy = true;
@@ -326,7 +335,8 @@ impl World {
         let mut command = |to: &BTreeSet<LaneId>, command: &dyn Fn() -> Command| {
             for lane in to {
                 if let Some(running) = &mut lanes[lane.index()] {
-                    running.lane.handle_command(command(), now);
+                    // A lane that has stopped takes no commands.
+                    let _ = running.commands.send(command());
                 }
             }
         };
@@ -404,9 +414,8 @@ impl World {
     }
 
     fn abort(&mut self, node: NodeId) {
-        let now = self.clock.now();
         for running in self.nodes[node.index()].lanes.iter_mut().flatten() {
-            running.lane.handle_command(Command::Abort("enough".into()), now);
+            let _ = running.commands.send(Command::Abort("enough".into()));
         }
     }
 
@@ -426,10 +435,8 @@ impl World {
     }
 
     fn bytes(&self) -> u64 {
-        let moved = |c: &Counters| {
-            c.bytes_sent.load(Ordering::Relaxed) + c.bytes_received.load(Ordering::Relaxed)
-        };
-        self.nodes.iter().map(|n| moved(&n.counters)).sum()
+        let lanes = self.nodes.iter().flat_map(|n| n.lanes.iter().flatten());
+        lanes.map(|running| running.engine.moved()).sum()
     }
 
     fn into_report(self, ended: Option<Duration>) -> Report {
@@ -437,8 +444,6 @@ impl World {
         Report { ended, failures: failures.collect(), ..self.report }
     }
 }
-
-type Links = Vec<(NodeId, Box<dyn Link>)>;
 
 impl Dice {
     fn below(&mut self, end: u64) -> u64 {

@@ -4,6 +4,7 @@
 //! gives it back: between the two the lanes read and write it, and the borrow checker keeps the
 //! training program out. Within that time every chunk of the buffer belongs to one lane.
 
+use crate::memory::region::Region;
 use std::any::Any;
 use std::fmt;
 use std::mem::ManuallyDrop;
@@ -55,6 +56,18 @@ impl Buffer {
     /// Where the memory is.
     pub fn location(&self) -> Location {
         Location::Host
+    }
+
+    /// The memory of a chunk, for an engine's links.
+    ///
+    /// # Safety
+    /// The buffer lives, and nobody but the lane that `range` belongs to touches it, until the engine
+    /// has let go of the region.
+    pub(crate) unsafe fn region(&self, range: Range<usize>) -> Region {
+        assert!(range.start <= range.end && range.end <= self.len, "chunk outside its buffer");
+        let len = (range.end - range.start) * size_of::<f32>();
+        // SAFETY: in bounds by the assertion; alive and untouched by the caller's promise.
+        unsafe { Region::new(self.start.add(range.start).cast(), len) }
     }
 
     /// Reads a chunk through a shared reference.

@@ -4,6 +4,7 @@
 //! [`Lent`]: the lanes themselves are safe code.
 
 use crate::Buffer;
+use crate::memory::region::Region;
 use poseidon_core::store::Outcome;
 use poseidon_core::wire::Kind;
 use poseidon_core::{Clock, LayerId};
@@ -54,6 +55,20 @@ impl Lent {
         let result = self.exchange.destination.as_ref().unwrap_or(&self.exchange.gradient);
         // SAFETY: as for `sum`.
         unsafe { result.chunk_mut(self.range.clone()) }
+    }
+
+    /// What this worker contributes, to be read by links; or the sum made in the same place.
+    pub(crate) fn gradient_region(&self) -> Region {
+        // SAFETY: the lane keeps the exchange until links have taken all that they read from it and all
+        // results have landed, or the engine has let go of everything and closes the lane's channel.
+        unsafe { self.exchange.gradient.region(self.range.clone()) }
+    }
+
+    /// Where the result goes, to be written by a link.
+    pub(crate) fn result_region(&self) -> Region {
+        let result = self.exchange.destination.as_ref().unwrap_or(&self.exchange.gradient);
+        // SAFETY: as for `gradient_region`.
+        unsafe { result.region(self.range.clone()) }
     }
 
     /// Puts the result of a chunk of this node where the training program wants it.

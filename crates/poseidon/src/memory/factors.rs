@@ -6,9 +6,11 @@
 //! from the clock, which the lanes check before they take a byte.
 
 use crate::Buffer;
+use crate::memory::region::Region;
 use poseidon_core::factors::{Layout, place};
 use poseidon_core::{Clock, LayerId, NodeId};
 use std::ops::Range;
+use std::ptr::NonNull;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// One worker's factors of one layer and one step: a row per sample.
@@ -28,7 +30,7 @@ type Chunk = (NodeId, Arc<[f32]>);
 
 /// The two matrices of one layer. The session and the lanes share them for the life of the node.
 #[derive(Debug)]
-pub(crate) struct Meeting {
+pub(crate) struct FactorMatrices {
     pub(crate) layer: LayerId,
     pub(crate) layout: Layout,
     places: [Buffer; 2],
@@ -36,20 +38,20 @@ pub(crate) struct Meeting {
     long: [Mutex<Vec<Chunk>>; 2],
 }
 
-/// Some rows of a meeting's matrix, or a last chunk that is too long for it, in the hands of the lane they belong to.
+/// Some rows of a matrices's matrix, or a last chunk that is too long for it, in the hands of the lane they belong to.
 ///
 /// Whoever makes one promises that `range` is a chunk of the calling lane at a clock whose place is
 /// open: see [`poseidon_core::factors::Gather`].
 #[derive(Debug)]
 pub(crate) struct Rows {
-    pub(crate) meeting: Arc<Meeting>,
+    pub(crate) matrices: Arc<FactorMatrices>,
     pub(crate) place: usize,
     pub(crate) range: Range<usize>,
     /// Where they are, if they are too long a chunk.
     apart: Option<Arc<[f32]>>,
 }
 
-impl Meeting {
+impl FactorMatrices {
     pub(crate) fn new(layer: LayerId, layout: Layout) -> Self {
         let places = [(); 2].map(|()| Buffer::zeroed(layout.len()));
         Self { layer, layout, places, long: Default::default() }
@@ -133,46 +135,63 @@ impl Meeting {
 impl Rows {
     /// This worker's own rows at `clock`, to be sent.
     pub(crate) fn own(
-        meeting: Arc<Meeting>,
+        matrices: Arc<FactorMatrices>,
         me: NodeId,
         clock: Clock,
         range: Range<usize>,
     ) -> Self {
         let place = place(clock);
-        let is_long = meeting.layout.placed(me, &range) != range;
+        let is_long = matrices.layout.placed(me, &range) != range;
         let own = |(worker, chunk): &Chunk| (*worker == me).then(|| chunk.clone());
-        let apart = is_long.then(|| meeting.long(place).iter().find_map(own)).flatten();
-        Self { meeting, place, range, apart }
+        let apart = is_long.then(|| matrices.long(place).iter().find_map(own)).flatten();
+        Self { matrices, place, range, apart }
     }
 
     /// Room for rows of `sender`.
     pub(crate) fn others(
-        meeting: Arc<Meeting>,
+        matrices: Arc<FactorMatrices>,
         sender: NodeId,
         place: usize,
         range: Range<usize>,
     ) -> Self {
-        let is_long = meeting.layout.placed(sender, &range) != range;
+        let is_long = matrices.layout.placed(sender, &range) != range;
         let apart = is_long.then(|| range.clone().map(|_| 0.0).collect());
-        Self { meeting, place, range, apart }
+        Self { matrices, place, range, apart }
     }
 
     /// All rows of `sender` are here.
     pub(crate) fn land(mut self, sender: NodeId) {
         let Some(chunk) = self.apart.take() else { return };
-        self.range = self.meeting.layout.placed(sender, &self.range);
+        self.range = self.matrices.layout.placed(sender, &self.range);
         let placed = self.range.len();
         self.room().copy_from_slice(&chunk[..placed]);
-        self.meeting.keep(self.place, sender, chunk);
+        self.matrices.keep(self.place, sender, chunk);
     }
 
-    /// This worker's own rows, to be sent.
-    pub(crate) fn values(&self) -> &[f32] {
-        if let Some(apart) = &self.apart {
-            return apart;
+    /// This worker's own rows, to be sent: in the matrix, or a chunk that is too long for it.
+    pub(crate) fn to_send(&self) -> Result<Region, Arc<[f32]>> {
+        match &self.apart {
+            Some(apart) => Err(apart.clone()),
+            // SAFETY: the lane keeps the matrices, and nobody writes to a worker's own block while it
+            // is being sent.
+            None => Ok(unsafe { self.matrices.places[self.place].region(self.range.clone()) }),
         }
-        // SAFETY: nobody writes to a worker's own block while it is being sent.
-        unsafe { self.meeting.places[self.place].chunk(self.range.clone()) }
+    }
+
+    /// Room for another worker's rows, to be written by a link.
+    pub(crate) fn room_region(&mut self) -> Region {
+        match &mut self.apart {
+            Some(apart) => {
+                let rows = Arc::get_mut(apart).expect("rows that are still coming are nobody else's");
+                let bytes: &mut [u8] = bytemuck::cast_slice_mut(rows);
+                let len = bytes.len();
+                // SAFETY: the lane keeps these rows, and nobody touches them until they have landed.
+                unsafe { Region::new(NonNull::from(bytes).cast(), len) }
+            }
+            // SAFETY: the lane keeps the matrices; the rows belong to this lane, and the session reads
+            // them only after the lane has reported them.
+            None => unsafe { self.matrices.places[self.place].region(self.range.clone()) },
+        }
     }
 
     /// Room for another worker's rows.
@@ -182,6 +201,6 @@ impl Rows {
         }
         // SAFETY: the rows belong to this lane, which holds one slice of them at a time; the session
         // reads them only after the lane has reported them.
-        unsafe { self.meeting.places[self.place].chunk_mut(self.range.clone()) }
+        unsafe { self.matrices.places[self.place].chunk_mut(self.range.clone()) }
     }
 }

@@ -4,3 +4,4 @@ pub mod buffer;
 
 pub(crate) mod exchange;
 pub(crate) mod factors;
+pub(crate) mod region;

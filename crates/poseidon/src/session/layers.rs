@@ -4,7 +4,7 @@
 use crate::lane::board::Board;
 use crate::memory::buffer::Buffer;
 use crate::memory::exchange::Exchange;
-use crate::memory::factors::Meeting;
+use crate::memory::factors::FactorMatrices;
 use crate::session::rebuild::{Rebuilder, Rule};
 use crate::{Error, LayerId};
 use poseidon_core::{Clock, Optimizer};
@@ -19,7 +19,7 @@ use std::time::{Duration, Instant};
 pub(crate) struct Layers {
     states: Vec<Mutex<LayerState>>,
     /// By layer, for those that go by factors.
-    meetings: Vec<Option<Arc<Meeting>>>,
+    matrices: Vec<Option<Arc<FactorMatrices>>>,
     optimizer: Optimizer,
     /// How many threads a product may use.
     threads: usize,
@@ -57,13 +57,13 @@ impl InFlight {
 
 impl Layers {
     pub(crate) fn new(
-        meetings: Vec<Option<Arc<Meeting>>>,
+        matrices: Vec<Option<Arc<FactorMatrices>>>,
         optimizer: Optimizer,
         threads: usize,
         tiles: bool,
     ) -> Self {
-        let states = meetings.iter().map(|_| Mutex::default()).collect();
-        Self { states, meetings, optimizer, threads, tiles }
+        let states = matrices.iter().map(|_| Mutex::default()).collect();
+        Self { states, matrices, optimizer, threads, tiles }
     }
 
     /// One layer's state, or nothing if there is no such layer. Waits while it is being rebuilt.
@@ -85,8 +85,8 @@ impl Layers {
     }
 
     /// Where the factors of `layer` meet, if it goes by factors.
-    pub(crate) fn meeting(&self, layer: LayerId) -> Option<&Arc<Meeting>> {
-        self.meetings.get(layer.index())?.as_ref()
+    pub(crate) fn matrices(&self, layer: LayerId) -> Option<&Arc<FactorMatrices>> {
+        self.matrices.get(layer.index())?.as_ref()
     }
 
     /// Makes of a layer's factors at a clock, which have all come, what the program gets back. Does
@@ -97,7 +97,7 @@ impl Layers {
         else {
             return;
         };
-        let meeting = self.meeting(layer).expect("only a layer with a meeting is sent by factors");
+        let matrices = self.matrices(layer).expect("only a layer with a matrices is sent by factors");
         let rule = Rule {
             optimizer: &self.optimizer,
             rate: *rate,
@@ -108,13 +108,13 @@ impl Layers {
         let begun = Instant::now();
         // SAFETY: the lanes have reported everybody's rows of this clock, and touch them again only
         // after the next clock has been sent; the layer's state, which is locked, is in between.
-        let matrix = unsafe { meeting.matrix(*clock) };
-        let beyond = meeting.take_rows_beyond(*clock);
+        let matrix = unsafe { matrices.matrix(*clock) };
+        let beyond = matrices.take_rows_beyond(*clock);
         if beyond.is_empty() {
-            state.rebuilder.apply(matrix, &meeting.layout, &rule, values);
+            state.rebuilder.apply(matrix, &matrices.layout, &rule, values);
         } else {
             let mut all = [&*matrix, &beyond].concat();
-            state.rebuilder.apply(&mut all, &meeting.layout, &rule, values);
+            state.rebuilder.apply(&mut all, &matrices.layout, &rule, values);
         }
         *rebuilt = Some(begun..Instant::now());
     }
@@ -124,16 +124,16 @@ impl Layers {
 ///
 /// It holds a layer's state while it works on it, so whoever needs the layer waits for it. What it
 /// has not begun the receiver does itself.
-pub(crate) struct Workshop {
+pub(crate) struct RebuildThread {
     orders: Option<Sender<Order>>,
     thread: Option<JoinHandle<()>>,
 }
 
 type Order = (LayerId, Clock);
 
-impl Workshop {
+impl RebuildThread {
     /// `patience` is how long factors may take.
-    pub(crate) fn open(
+    pub(crate) fn start(
         layers: Arc<Layers>,
         board: Arc<Board>,
         patience: Duration,
@@ -154,7 +154,7 @@ impl Workshop {
     }
 }
 
-impl Drop for Workshop {
+impl Drop for RebuildThread {
     fn drop(&mut self) {
         self.orders = None;
         if let Some(thread) = self.thread.take() {

@@ -12,11 +12,12 @@ use crate::lane::Command;
 use crate::memory::exchange::Exchange;
 use crate::memory::factors::Factors;
 use crate::node::Node;
-use crate::session::layers::{InFlight, LayerState, Layers, Workshop};
-use crate::{Buffer, Coordinator, Error, Traffic};
+use crate::node::session_parts::SessionParts;
+use crate::session::layers::{InFlight, LayerState, Layers, RebuildThread};
+use crate::{Buffer, Error, Traffic};
 use poseidon_core::plan::Placement;
 use poseidon_core::wire::Kind;
-use poseidon_core::{ChunkSize, Clock, Layer, LayerId, LayerKind, Optimizer, Plan, Policy, Scheme};
+use poseidon_core::{ChannelId, ChunkSize, Clock, Layer, LayerId, LayerKind, Optimizer, Plan, Policy, Scheme};
 use serde_json::Value;
 use std::ops::Range;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -30,18 +31,15 @@ use std::time::{Duration, Instant};
 /// that is dropped without [`finish`](Session::finish) takes the job down, so that nobody waits for
 /// a worker that is gone.
 pub struct Session {
-    pub(crate) node: Node,
+    pub(crate) node: Arc<Node>,
+    pub(crate) parts: SessionParts,
     pub(crate) timeout: Duration,
     /// The learning rate's bits. Written by the training program between steps.
     rate: AtomicU32,
     pub(crate) layers: Arc<Layers>,
     /// If there are layers that go by factors.
-    workshop: Option<Workshop>,
+    rebuild_thread: Option<RebuildThread>,
     finished: bool,
-    /// What it was started with: siblings are started with much the same.
-    pub(crate) config: Config,
-    /// A sibling's coordinator, if this is worker 0. Lives as long as the session.
-    pub(crate) beside: Option<Coordinator>,
 }
 
 /// What comes back from a layer that was sent.
@@ -92,7 +90,7 @@ impl Session {
 
     /// Number of workers.
     pub fn workers(&self) -> usize {
-        self.node.book.cluster.workers()
+        self.parts.book.cluster.workers()
     }
 
     /// How long it waits for the others before it gives up.
@@ -102,7 +100,7 @@ impl Session {
 
     /// The id of the layer called `name`.
     pub fn layer(&self, name: &str) -> Result<LayerId, Error> {
-        let layers = &self.node.book.job.layers;
+        let layers = &self.parts.book.job.layers;
         let position = layers.iter().position(|l| l.name == name);
         position.map(|p| LayerId(p as u32)).ok_or_else(|| self.unknown(name))
     }
@@ -114,34 +112,34 @@ impl Session {
 
     /// How each layer is synchronised and where its chunks live.
     pub fn plan(&self) -> &Plan {
-        &self.node.plan
+        &self.parts.plan
     }
 
     /// How `layer` is to be sent: by [`send`](Session::send) or by
     /// [`send_factors`](Session::send_factors).
     pub fn scheme(&self, layer: LayerId) -> Result<Scheme, Error> {
-        let choice = self.node.plan.choice(layer);
+        let choice = self.parts.plan.choice(layer);
         choice.map(|c| c.scheme).ok_or_else(|| self.unknown(&format!("#{layer}")))
     }
 
     /// The information book.
     pub fn book(&self) -> &Book {
-        &self.node.book
+        &self.parts.book
     }
 
     /// Looks up a dotted path in the information book, such as `cluster.workers`.
     pub fn query(&self, key: &str) -> Option<Value> {
-        self.node.book.query(key)
+        self.parts.book.query(key)
     }
 
     /// What this node has sent and received so far.
     pub fn traffic(&self) -> Traffic {
-        self.node.traffic()
+        self.parts.counters.traffic()
     }
 
     /// Bytes this node has sent for `layer` so far, headers included.
     pub fn sent(&self, layer: LayerId) -> u64 {
-        self.node.sent(layer)
+        self.parts.counters.sent(layer.index())
     }
 
     /// Changes the learning rate of the steps sent from now on. Every worker must do so alike.
@@ -202,22 +200,22 @@ impl Session {
         values: Buffer,
     ) -> Result<(), Error> {
         let mut state = self.state(layer)?;
-        let Some(meeting) = self.layers.meeting(layer) else {
+        let Some(matrices) = self.layers.matrices(layer) else {
             let instead = "send its gradient instead of factors";
             let (layer, scheme) = (self.name(layer), Scheme::Ps);
             return Err(Error::Scheme { layer, scheme, instead });
         };
         self.check_length(layer, "buffer of values", &values)?;
-        let rows = meeting
+        let rows = matrices
             .count_rows(parts)
             .map_err(|why| Error::Factors { layer: self.name(layer), why })?;
         self.check_landed(layer, &state)?;
         let rate = self.check_step(layer, &state)?;
-        self.node.board.failure().map_or(Ok(()), Err)?;
+        self.parts.board.failure().map_or(Ok(()), Err)?;
         let clock = state.clock.next();
-        meeting.write_own(self.node.me, clock, parts);
+        matrices.write_own(self.node.me, clock, parts);
         state.in_flight = Some(InFlight::Factors { clock, rate, values, rebuilt: None });
-        self.node.dispatch_factors(meeting, clock, rows, rate);
+        self.parts.dispatch_factors(matrices, clock, rows, rate);
         Ok(())
     }
 
@@ -226,14 +224,14 @@ impl Session {
     /// memory of its values may change.
     pub fn rebuild(&self, layer: LayerId) -> Result<(), Error> {
         let state = self.state(layer)?;
-        if self.layers.meeting(layer).is_none() {
+        if self.layers.matrices(layer).is_none() {
             let instead = "receive it: nothing of it is rebuilt";
             let (layer, scheme) = (self.name(layer), Scheme::Ps);
             return Err(Error::Scheme { layer, scheme, instead });
         }
-        match (&state.in_flight, &self.workshop) {
-            (Some(InFlight::Factors { clock, .. }), Some(workshop)) => {
-                workshop.order(layer, *clock);
+        match (&state.in_flight, &self.rebuild_thread) {
+            (Some(InFlight::Factors { clock, .. }), Some(rebuild_thread)) => {
+                rebuild_thread.order(layer, *clock);
                 Ok(())
             }
             _ => Err(Error::NotInFlight { layer: self.name(layer) }),
@@ -262,7 +260,7 @@ impl Session {
         };
         let patience = patience(self.timeout);
         let deadline = Instant::now() + patience;
-        while !self.node.board.wait(layer, deadline.min(Instant::now() + INTERRUPTIONS))? {
+        while !self.parts.board.wait(layer, deadline.min(Instant::now() + INTERRUPTIONS))? {
             if interrupted() {
                 return Ok(None);
             }
@@ -272,10 +270,10 @@ impl Session {
             let missing = self.explain(layer);
             let layer = self.name(layer);
             let error = Error::Timeout { layer, clock, waited: patience, missing };
-            self.node.command_all(|| Command::Abort(error.to_string()));
+            self.parts.command_all(|| Command::Abort(error.to_string()));
             return Err(error);
         }
-        let landed = self.node.board.finished(layer);
+        let landed = self.parts.board.finished(layer);
         let mut state = self.state(layer)?;
         self.layers.rebuild(layer, clock, &mut state);
         let Some(in_flight) = state.in_flight.take_if(|sent| sent.clock() == clock) else {
@@ -300,13 +298,13 @@ impl Session {
 
     /// Whether [`receive`](Session::receive) would return without waiting.
     pub fn is_ready(&self, layer: LayerId) -> Result<bool, Error> {
-        self.node.board.failure().map_or(Ok(()), Err)?;
+        self.parts.board.failure().map_or(Ok(()), Err)?;
         if layer.index() >= self.layers.ids().count() {
             return Err(self.unknown(&format!("#{layer}")));
         }
         // While somebody has the state, the layer is being rebuilt.
         let in_flight = |state: MutexGuard<'_, LayerState>| state.in_flight.is_some();
-        Ok(self.layers.try_state(layer).is_some_and(in_flight) && self.node.board.is_done(layer))
+        Ok(self.layers.try_state(layer).is_some_and(in_flight) && self.parts.board.is_done(layer))
     }
 
     /// Says goodbye, goes on serving this node's shards until every other worker has too, and
@@ -314,32 +312,32 @@ impl Session {
     pub fn finish(mut self) -> Result<(), Error> {
         self.say_goodbye()?;
         self.finished = true;
-        self.node.join()
+        self.parts.wait_closed()
     }
 
     /// The first half of [`finish`](Session::finish): nothing is sent afterwards. A program with several sessions
     /// says goodbye on all of them before it finishes one, because other workers may be waiting for it on any.
     pub fn say_goodbye(&self) -> Result<(), Error> {
-        self.node.board.failure().map_or(Ok(()), Err)?;
+        self.parts.board.failure().map_or(Ok(()), Err)?;
         for layer in self.layers.ids() {
             self.check_landed(layer, &*self.state(layer)?)?;
         }
-        self.node.command_all(|| Command::Finish);
+        self.parts.command_all(|| Command::Finish);
         Ok(())
     }
 
     /// Takes the job down and tells everybody why.
     pub fn abort(mut self, reason: &str) {
         self.finished = true;
-        self.node.command_all(|| Command::Abort(reason.to_owned()));
+        self.parts.command_all(|| Command::Abort(reason.to_owned()));
         // The reason is for the others; this program has it.
-        let _ = self.node.join();
+        let _ = self.parts.wait_closed();
     }
 
     /// As [`abort`](Session::abort), where other threads still hold the session: their waits end with the
     /// reason as well.
     pub fn cancel(&self, reason: &str) {
-        self.node.command_all(|| Command::Abort(reason.to_owned()));
+        self.parts.command_all(|| Command::Abort(reason.to_owned()));
     }
 
     fn push(&self, layer: LayerId, gradient: Buffer, into: Option<Buffer>) -> Result<(), Error> {
@@ -348,7 +346,7 @@ impl Session {
         if let Some(destination) = &into {
             self.check_length(layer, "destination", destination)?;
         }
-        if self.layers.meeting(layer).is_some() {
+        if self.layers.matrices(layer).is_some() {
             let instead = "send its factors instead of a gradient";
             let (layer, scheme) = (self.name(layer), Scheme::Sfb);
             return Err(Error::Scheme { layer, scheme, instead });
@@ -363,16 +361,16 @@ impl Session {
     }
 
     fn dispatch(&self, state: &mut LayerState, exchange: Exchange) -> Result<(), Error> {
-        self.node.board.failure().map_or(Ok(()), Err)?;
+        self.parts.board.failure().map_or(Ok(()), Err)?;
         let exchange = Arc::new(exchange);
         state.in_flight = Some(InFlight::Chunks(exchange.clone()));
-        self.node.dispatch(&exchange);
+        self.parts.dispatch(&exchange);
         Ok(())
     }
 
     /// Whether the layer may take a step. Returns the step's learning rate.
     fn check_step(&self, layer: LayerId, state: &LayerState) -> Result<f32, Error> {
-        let optimizer = &self.node.book.job.optimizer;
+        let optimizer = &self.parts.book.job.optimizer;
         if !state.initialised && !optimizer.is_stateless() {
             let optimizer = optimizer.to_string();
             return Err(Error::NotInitialised { layer: self.name(layer), optimizer });
@@ -386,8 +384,8 @@ impl Session {
 
     /// Asks the lanes what they are waiting for.
     fn explain(&self, layer: LayerId) -> String {
-        let (reply, answers) = sync_channel(self.node.lanes());
-        self.node.command_all(|| Command::Explain(layer, reply.clone()));
+        let (reply, answers) = sync_channel(self.parts.lanes());
+        self.parts.command_all(|| Command::Explain(layer, reply.clone()));
         drop(reply);
         let deadline = Instant::now() + Duration::from_secs(1);
         let mut words = Vec::new();
@@ -412,7 +410,7 @@ impl Session {
         what: &'static str,
         buffer: &Buffer,
     ) -> Result<(), Error> {
-        let expected = self.node.book.job.layers[layer.index()].len;
+        let expected = self.parts.book.job.layers[layer.index()].len;
         if buffer.len() == expected {
             return Ok(());
         }
@@ -425,11 +423,11 @@ impl Session {
     }
 
     pub(crate) fn name(&self, layer: LayerId) -> String {
-        self.node.book.job.layers[layer.index()].name.clone()
+        self.parts.book.job.layers[layer.index()].name.clone()
     }
 
     fn unknown(&self, name: &str) -> Error {
-        let layers = &self.node.book.job.layers;
+        let layers = &self.parts.book.job.layers;
         let mut known: Vec<_> = layers.iter().take(8).map(|l| format!("'{}'", l.name)).collect();
         if layers.len() > known.len() {
             known.push(format!("{} more", layers.len() - known.len()));
@@ -452,9 +450,9 @@ impl Drop for Session {
         if !self.finished {
             let how = if std::thread::panicking() { "panicked" } else { "dropped its session" };
             let reason = format!("worker {} {how} before it was finished", self.rank());
-            self.node.command_all(|| Command::Abort(reason.clone()));
+            self.parts.command_all(|| Command::Abort(reason.clone()));
             // The reason is for the others; this program knows what it did.
-            let _ = self.node.join();
+            let _ = self.parts.wait_closed();
         }
     }
 }
@@ -524,12 +522,22 @@ impl Builder {
 
     /// Finds the other nodes and opens links to them. Returns when the whole cluster is there.
     pub fn start(self) -> Result<Session, Error> {
-        let Self { config, job, rate, rebuild_threads } = self;
+        let config = self.config.clone();
         if let Member::Server(index) = config.member {
             return Err(Error::Config(format!(
                 "this process is server {index}: a session is for workers, servers call serve"
             )));
         }
+        let (job, rate, rebuild_threads) = self.check()?;
+        let node = Node::start(&config, Some(job))?;
+        let book = node.book.clone();
+        Session::open(node, ChannelId::FIRST, book, rate, rebuild_threads)
+    }
+
+    /// Refuses what cannot be trained. Returns the job, the first learning rate, and how many threads
+    /// rebuild gradients.
+    fn check(self) -> Result<(Job, f32, usize), Error> {
+        let Self { job, rate, rebuild_threads, .. } = self;
         job.optimizer.validate()?;
         let ChunkSize { min, max } = job.chunk;
         if max < size_of::<f32>() || min > max {
@@ -572,22 +580,33 @@ impl Builder {
                 return Err(Error::Config(format!("update rule '{rule}' needs a learning rate")));
             }
         };
-        let timeout = config.timeout;
-        let optimizer = job.optimizer.clone();
-        let node = Node::start(&config, Some(job))?;
-        let by_factors = node.meetings.iter().any(Option::is_some);
-        let tiles = node.book.tiles();
-        let layers = Layers::new(node.meetings.clone(), optimizer, rebuild_threads, tiles);
+        Ok((job, rate, rebuild_threads))
+    }
+}
+
+impl Session {
+    /// Opens the session `id` that `book` describes on the links of `node`.
+    pub(crate) fn open(
+        node: Arc<Node>,
+        id: ChannelId,
+        book: Arc<Book>,
+        rate: f32,
+        rebuild_threads: usize,
+    ) -> Result<Self, Error> {
+        let timeout = node.config.timeout;
+        let (optimizer, tiles) = (book.job.optimizer.clone(), book.tiles());
+        let parts = SessionParts::attach(&node, id, book);
+        let by_factors = parts.matrices.iter().any(Option::is_some);
+        let layers = Layers::new(parts.matrices.clone(), optimizer, rebuild_threads, tiles);
         let layers = Arc::new(layers);
         let rate = AtomicU32::new(rate.to_bits());
-        let config = Config { coordinator: node.coordinator_address(), ..config };
-        let (workshop, finished, beside) = (None, false, None);
-        let mut session =
-            Session { node, timeout, rate, layers, workshop, finished, config, beside };
+        let (rebuild_thread, finished) = (None, false);
+        let mut session = Self { node, parts, timeout, rate, layers, rebuild_thread, finished };
         // From here on a failure drops the session, and the others are told.
         if by_factors {
-            let (layers, board) = (session.layers.clone(), session.node.board.clone());
-            session.workshop = Some(Workshop::open(layers, board, patience(timeout))?);
+            let (layers, board) = (session.layers.clone(), session.parts.board.clone());
+            let thread = RebuildThread::start(layers, board, patience(timeout))?;
+            session.rebuild_thread = Some(thread);
         }
         Ok(session)
     }

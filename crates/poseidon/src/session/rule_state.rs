@@ -3,7 +3,6 @@
 use crate::lane::Command;
 use crate::{Error, Session};
 use poseidon_core::{LayerId, Role};
-use std::ops::Range;
 use std::sync::Arc;
 use std::sync::mpsc::{SyncSender, sync_channel};
 use std::time::Instant;
@@ -18,9 +17,6 @@ pub struct RuleState {
     pub vectors: Vec<Vec<f32>>,
 }
 
-/// The vectors of one chunk, and which elements of the layer they belong to.
-pub(crate) type Piece = (Range<usize>, Vec<Vec<f32>>);
-
 impl Session {
     /// What this node holds of the update rule's state of `layer`. What others hold is 0 here: the
     /// sum over all workers is the whole.
@@ -30,10 +26,10 @@ impl Session {
         self.check_no_dedicated_server()?;
         let state = self.state(layer)?;
         self.check_landed(layer, &state)?;
-        let job = &self.node.book.job;
+        let job = &self.parts.book.job;
         let len = job.layers[layer.index()].len;
         let mut vectors = vec![vec![0.0; len]; job.optimizer.state_vectors()];
-        if self.layers.meeting(layer).is_some() {
+        if self.layers.matrices(layer).is_some() {
             // Every worker has it all.
             if self.rank() == 0 && state.clock.0 + state.steps_before > 0 {
                 vectors.clone_from(&state.rebuilder.state);
@@ -58,7 +54,7 @@ impl Session {
         self.check_no_dedicated_server()?;
         let mut state = self.state(layer)?;
         self.check_landed(layer, &state)?;
-        let job = &self.node.book.job;
+        let job = &self.parts.book.job;
         let (len, expected) = (job.layers[layer.index()].len, job.optimizer.state_vectors());
         let refuse = |why: String| Err(Error::RuleState { layer: self.name(layer), why });
         if rule.vectors.len() != expected {
@@ -82,12 +78,13 @@ impl Session {
             ));
         }
         state.steps_before = rule.steps;
-        if self.layers.meeting(layer).is_some() {
+        if self.layers.matrices(layer).is_some() {
             state.rebuilder.state = rule.vectors;
             return Ok(());
         }
-        let rule = Arc::new(rule);
-        let fits = self.ask(layer, |reply| Command::RestoreRule(layer, rule.clone(), reply))?;
+        let (steps, vectors) = (rule.steps, Arc::new(rule.vectors));
+        let restore = |reply| Command::RestoreRule(layer, steps, vectors.clone(), reply);
+        let fits = self.ask(layer, restore)?;
         if fits.contains(&false) {
             return refuse("a shard has no such chunk".into());
         }
@@ -100,14 +97,14 @@ impl Session {
         layer: LayerId,
         command: impl Fn(SyncSender<T>) -> Command,
     ) -> Result<Vec<T>, Error> {
-        let lanes = self.node.lanes();
+        let lanes = self.parts.lanes();
         let (reply, answers) = sync_channel(lanes);
-        self.node.command_all(|| command(reply.clone()));
+        self.parts.command_all(|| command(reply.clone()));
         drop(reply);
         let deadline = Instant::now() + self.timeout;
         let left = || deadline.saturating_duration_since(Instant::now());
         let answers: Vec<T> = (0..lanes).map_while(|_| answers.recv_timeout(left()).ok()).collect();
-        self.node.board.failure().map_or(Ok(()), Err)?;
+        self.parts.board.failure().map_or(Ok(()), Err)?;
         if answers.len() < lanes {
             let why =
                 format!("{} of {lanes} lanes answered within {:?}", answers.len(), self.timeout);
@@ -117,7 +114,7 @@ impl Session {
     }
 
     fn check_no_dedicated_server(&self) -> Result<(), Error> {
-        let cluster = &self.node.book.cluster;
+        let cluster = &self.parts.book.cluster;
         let dedicated = |role: Role| role.server && !role.worker;
         match cluster.node_ids().find(|&node| cluster.role(node).is_some_and(dedicated)) {
             Some(node) => Err(Error::Config(format!(

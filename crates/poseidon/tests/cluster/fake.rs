@@ -4,7 +4,7 @@
 use poseidon::config::Config;
 use poseidon::{Book, Clock, Job, LayerId, NodeId};
 use poseidon_core::wire::{Header, Kind, Purpose};
-use poseidon_core::{ChunkKey, LaneId, Plan, Shard};
+use poseidon_core::{ChannelId, ChunkKey, Epoch, LaneId, Plan, Shard};
 use poseidon_link::{Address, Caller, Stream, connect};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
@@ -25,12 +25,7 @@ impl Fake {
         let me = config.node();
         let book = register(config, job, "elsewhere").expect("the coordinator lets the fake in");
         let mut fake = Self { me, plan: book.plan(), book, links: BTreeMap::new() };
-        let me_works = fake.book.cluster.role(me).unwrap().worker;
         for node in fake.book.cluster.node_ids().filter(|&n| n < me) {
-            let role = fake.book.cluster.role(node).unwrap();
-            if !role.server && me_works {
-                continue;
-            }
             let to = Address::Tcp(fake.book.nodes[node.index()].tcp.clone());
             let caller = Caller { purpose: Purpose::Lane, node: me, lane: LaneId(0) };
             let mut stream = connect(&to, caller, &config.credentials(), deadline()).unwrap();
@@ -67,8 +62,9 @@ impl Fake {
     /// The header of this node's contribution to `chunk` at `clock`.
     pub(crate) fn push(&self, chunk: ChunkKey, clock: u64) -> Header {
         let length = (self.plan.len(chunk) * size_of::<f32>()) as u32;
-        let (kind, sender, clock) = (Kind::Push, self.me, Clock(clock));
-        Header { kind, sender, chunk, value: 0.0, clock, length }
+        let (channel, epoch) = (ChannelId::FIRST, Epoch::FIRST);
+        let bare = Header::bare(Kind::Push, self.me, length);
+        Header { channel, epoch, chunk, clock: Clock(clock), ..bare }
     }
 
     /// A frame of `header` with a payload of as many zeros as it says.

@@ -1,10 +1,12 @@
 //! The runtime under simulated delays, resets, stalls and silence.
 
 use super::*;
-use crate::lane::run;
+use crate::engine::driver::Driver;
 use poseidon_core::ChunkKey;
 use poseidon_core::wire::{Header, Purpose};
-use poseidon_link::{Address, Caller, Carrier, Credentials, Listener, Secret, Stream, connect};
+use poseidon_link::{
+    Address, Caller, Carrier, Credentials, Link, Listener, Secret, Stream, connect,
+};
 use proptest::prelude::*;
 use std::io::{self, IoSlice, IoSliceMut, Read, Write};
 use std::net::{IpAddr, Ipv4Addr};
@@ -206,19 +208,19 @@ fn a_close_that_arrives_with_the_last_bytes_is_noticed_at_once() {
     };
     let node = World::new(&setup).start(NodeId(0), vec![vec![(NodeId(1), link)]]);
     let Node { board, mut lanes, .. } = node;
-    let lane = lanes.remove(0).unwrap().lane;
-    let poll = mio::Poll::new().unwrap();
-    let (mailbox, commands) = channel();
+    let Running { engine, commands, .. } = lanes.remove(0).unwrap();
 
     // Both workers contribute, the lane answers and is held there: it has read everything.
     let (layer, clock, kind) = (LayerId(0), Clock(1), Kind::Push);
     let (gradient, destination) = (Buffer::from(vec![1.0]), None);
     board.begin(layer, 1);
     let exchange = Exchange { layer, clock, kind, rate: 0.0, gradient, destination };
-    assert!(mailbox.send(Command::Send(Arc::new(exchange))).is_ok());
-    let thread = std::thread::spawn(move || run(lane, poll, &commands, Instant::now(), None));
+    assert!(commands.send(Command::Send(Arc::new(exchange))).is_ok());
+    let driver = Driver::start(engine, Instant::now(), "worker 0".into(), None, false).unwrap();
+    driver.kick();
     let (sender, chunk) = (NodeId(1), ChunkKey { layer, index: 0 });
-    let push = Header { kind, sender, chunk, value: 0.0, clock, length: 4 };
+    let (channel, epoch) = (ChannelId::FIRST, Epoch::FIRST);
+    let push = Header { channel, epoch, chunk, clock, ..Header::bare(kind, sender, 4) };
     far.write_all(&push.encode()).unwrap();
     far.write_all(&2f32.to_le_bytes()).unwrap();
     is_held.recv_timeout(Duration::from_secs(60)).expect("the lane answers");
@@ -233,7 +235,8 @@ fn a_close_that_arrives_with_the_last_bytes_is_noticed_at_once() {
     far.finish().unwrap();
     release.send(()).unwrap();
 
-    thread.join().unwrap();
+    board.wait_closed();
+    driver.close();
     let words = board.failure().expect("the peer is gone").to_string();
     assert!(words.contains("worker 1") && words.contains("closed the connection"), "{words}");
 }

@@ -1,25 +1,28 @@
-//! What one lane of one node holds: its shard of the store, and its part of every layer's syncer.
+//! What a plan makes on one lane of one node: the lane's shard of the store, and its part of every
+//! layer's syncer. One value, so that a plan can be replaced whole.
 //!
 //! Knows nothing of links: frames come in through `open` and `handle_*`, and go out through the
 //! closures given to `handle_send` and `poll_completed`.
 
 use crate::lane::board::Board;
-use crate::lane::outbox::Payload;
+use crate::engine::channel::{Landing, Sent};
+use crate::engine::outbox::{Message, Payload};
 use crate::memory::exchange::{Exchange, Lent};
-use crate::memory::factors::{Meeting, Rows};
-use crate::session::rule_state::{Piece, RuleState};
+use crate::memory::factors::{FactorMatrices, Rows};
 use poseidon_core::store::{Completed, Contribution, Outcome, Stall};
+use poseidon_core::queue::urgency;
 use poseidon_core::syncer::Part;
 use poseidon_core::wire::{Header, Kind};
 use poseidon_core::{
-    ChunkKey, Clock, Cluster, Gather, LayerId, NodeId, Plan, Shard, Store, Syncer, Violation,
+    ChunkKey, Clock, Cluster, Epoch, Gather, LayerId, NodeId, Plan, Shard, Store, Syncer, Violation,
 };
 use std::collections::VecDeque;
 use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 
-pub(crate) struct Holdings {
+pub(crate) struct PlanState {
+    pub(super) epoch: Epoch,
     me: NodeId,
     workers: Vec<NodeId>,
     store: Option<Store>,
@@ -34,48 +37,57 @@ pub(crate) struct Holdings {
     /// the cache.
     own: VecDeque<ChunkKey>,
     completed: Vec<Completed>,
+    /// By node: the payload that comes from it now.
+    arriving: Vec<Option<Arriving>>,
     board: Arc<Board>,
     /// Results are too many to be in a cache when the program gets to them.
-    pub(crate) results_are_large: bool,
+    results_are_large: bool,
 }
 
 /// Bytes of all results from which on they are. Below it two workers of a host are a tenth slower if results
 /// go past the cache; beyond it they are faster (ADR 0008).
 const LARGE: usize = 32 << 20;
 
+/// The update rule's vectors of one chunk, and which elements of the layer they belong to.
+pub(crate) type Piece = (Range<usize>, Vec<Vec<f32>>);
+
 /// One lane's part in gathering the factors of one layer.
 struct Gathering {
     gather: Gather,
-    meeting: Arc<Meeting>,
+    matrices: Arc<FactorMatrices>,
     /// Sent, and not yet reported to the session.
     in_flight: bool,
 }
 
-/// Where the payload of a frame goes.
+/// A payload that is on its way in.
 #[derive(Debug)]
-pub(crate) enum Landing {
+enum Arriving {
     /// Piece by piece into a sum, which may be in memory this node's worker lent.
     Sum { sum: Contribution, lent: Option<Lent> },
     /// Straight into the training program's memory.
-    Result(Lent),
+    Result(ChunkKey),
     /// Straight into the matrix where factors meet.
-    Rows(Rows),
+    Rows { rows: Rows, chunk: ChunkKey, clock: Clock },
 }
 
-impl Holdings {
+/// The receipt of a result that a shard holds. Other messages have their layer's number.
+const HELD_RESULT: u64 = u64::MAX;
+
+impl PlanState {
     pub(crate) fn new(
         me: Shard,
         cluster: &Cluster,
         plan: &Plan,
+        epoch: Epoch,
         store: Option<Store>,
-        meetings: &[Option<Arc<Meeting>>],
+        matrices: &[Option<Arc<FactorMatrices>>],
         board: Arc<Board>,
     ) -> Self {
         let layers = (0..plan.layers() as u32).map(LayerId);
-        let gathering = |(layer, meeting): (LayerId, &Option<Arc<Meeting>>)| {
-            let meeting = meeting.clone()?;
-            let gather = Gather::new(layer, &meeting.layout, me.node, me.lane);
-            Some(Gathering { gather, meeting, in_flight: false })
+        let gathering = |(layer, matrices): (LayerId, &Option<Arc<FactorMatrices>>)| {
+            let matrices = matrices.clone()?;
+            let gather = Gather::new(layer, &matrices.layout, me.node, me.lane);
+            Some(Gathering { gather, matrices, in_flight: false })
         };
         let syncers: Vec<_> =
             layers.clone().map(|layer| Syncer::new(plan, layer, me.lane)).collect();
@@ -83,8 +95,10 @@ impl Holdings {
             syncers.iter().flat_map(Syncer::parts).map(|part| part.range.len()).sum();
         Self {
             results_are_large: values * size_of::<f32>() * usize::from(cluster.lanes()) >= LARGE,
-            gathers: layers.zip(meetings).map(gathering).collect(),
+            gathers: layers.zip(matrices).map(gathering).collect(),
+            epoch,
             me: me.node,
+            arriving: cluster.node_ids().map(|_| None).collect(),
             workers: cluster.worker_ids().collect(),
             store,
             syncers,
@@ -102,7 +116,7 @@ impl Holdings {
         &mut self,
         exchange: Arc<Exchange>,
         now: Duration,
-        mut send: impl FnMut(NodeId, Header, Payload),
+        mut send: impl FnMut(NodeId, Message),
     ) -> Result<(), (ChunkKey, Violation)> {
         let layer = exchange.layer;
         let parts = self.syncers[layer.index()].handle_send(exchange.clock);
@@ -111,15 +125,13 @@ impl Holdings {
             if part.server == self.me {
                 self.own.push_back(part.key);
             } else {
+                let lent = Lent { exchange: exchange.clone(), range: part.range.clone() };
                 let payload = match header.length {
                     0 => Payload::None,
-                    _ => {
-                        self.unsent[layer.index()] += 1;
-                        let (exchange, range) = (exchange.clone(), part.range.clone());
-                        Payload::Gradient(Lent { exchange, range })
-                    }
+                    _ => Payload::Region(lent.gradient_region()),
                 };
-                send(part.server, header, payload);
+                self.unsent[layer.index()] += 1;
+                send(part.server, about(header, payload, layer));
             }
         }
         self.exchanges[layer.index()] = Some(exchange);
@@ -139,26 +151,27 @@ impl Holdings {
         &mut self,
         layer: LayerId,
         (clock, rows, rate): (Clock, usize, f32),
-        mut send: impl FnMut(NodeId, Header, Payload),
+        mut send: impl FnMut(NodeId, Message),
     ) -> Result<(), (ChunkKey, Violation)> {
         let Some(gathering) = &mut self.gathers[layer.index()] else { return Ok(()) };
-        let Gathering { gather, meeting, in_flight } = gathering;
+        let Gathering { gather, matrices, in_flight } = gathering;
         let chunks = gather
             .handle_send(clock, rows, rate)
             .map_err(|violation| (ChunkKey { layer, index: 0 }, violation))?;
         *in_flight = true;
         for (chunk, range) in chunks {
             let length = (range.len() * size_of::<f32>()) as u32;
-            let (kind, sender) = (Kind::Factors, self.me);
-            let header = Header { kind, sender, chunk, value: rate, clock, length };
+            let bare = Header::bare(Kind::Factors, self.me, length);
+            let header = Header { chunk, value: rate, clock, ..bare };
             for &worker in self.workers.iter().filter(|&&w| w != self.me) {
-                let payload = if range.is_empty() {
-                    Payload::None
-                } else {
-                    self.unsent[layer.index()] += 1;
-                    Payload::Factors(Rows::own(meeting.clone(), self.me, clock, range.clone()))
+                let rows = Rows::own(matrices.clone(), self.me, clock, range.clone());
+                let payload = match rows.to_send() {
+                    _ if range.is_empty() => Payload::None,
+                    Ok(region) => Payload::Region(region),
+                    Err(apart) => Payload::Shared(apart),
                 };
-                send(worker, header, payload);
+                self.unsent[layer.index()] += 1;
+                send(worker, about(header, payload, layer));
             }
         }
         self.finish_if_gathered(layer);
@@ -167,66 +180,80 @@ impl Holdings {
 
     /// Checks a frame that carries a chunk and says where its payload goes.
     pub(crate) fn open(&mut self, header: &Header, now: Duration) -> Result<Landing, Violation> {
-        match header.kind {
+        if header.epoch != self.epoch {
+            return Err(Violation::Epoch { expected: self.epoch, got: header.epoch });
+        }
+        let (landing, arriving) = match header.kind {
             Kind::Push | Kind::Init => {
                 let store = self.store.as_mut().ok_or(Violation::UnknownChunk)?;
                 let sum = store.handle_push(header, now)?;
                 let lent = if sum.is_lent() { self.lent(header.chunk) } else { None };
-                Ok(Landing::Sum { sum, lent })
+                (Landing::Combine { width: size_of::<f32>() }, Arriving::Sum { sum, lent })
             }
             Kind::Update => {
                 let layer = header.chunk.layer.index();
                 let syncer = self.syncers.get(layer).ok_or(Violation::UnknownChunk)?;
                 let range = syncer.handle_update(header)?;
                 let exchange = self.exchanges[layer].clone().ok_or(Violation::NotInFlight)?;
-                Ok(Landing::Result(Lent { exchange, range }))
+                let region = Lent { exchange, range }.result_region();
+                let landing = Landing::Assign { region, past_cache: self.results_are_large };
+                (landing, Arriving::Result(header.chunk))
             }
             Kind::Factors => {
                 let gathering = self.gathers.get_mut(header.chunk.layer.index());
                 let gathering =
                     gathering.and_then(Option::as_mut).ok_or(Violation::UnknownChunk)?;
                 let arrival = gathering.gather.handle_factors(header)?;
-                let meeting = || gathering.meeting.clone();
-                let rows = |range| Rows::others(meeting(), header.sender, arrival.place, range);
+                let matrices = || gathering.matrices.clone();
+                let rows = |range| Rows::others(matrices(), header.sender, arrival.place, range);
                 if !arrival.blank.is_empty() {
                     rows(arrival.blank.clone()).room().fill(0.0);
                 }
-                Ok(Landing::Rows(rows(arrival.range.clone())))
+                let mut rows = rows(arrival.range.clone());
+                let landing = Landing::Assign { region: rows.room_region(), past_cache: false };
+                let (chunk, clock) = (header.chunk, header.clock);
+                (landing, Arriving::Rows { rows, chunk, clock })
             }
-            _ => Err(Violation::WrongKind),
+            _ => return Err(Violation::WrongKind),
+        };
+        self.arriving[header.sender.index()] = Some(arriving);
+        Ok(landing)
+    }
+
+    /// The next piece of the contribution from `from` that `open` let in.
+    pub(crate) fn combine(&mut self, from: NodeId, piece: &[u8]) {
+        if let Some(Arriving::Sum { sum, lent }) = &mut self.arriving[from.index()]
+            && let Some(store) = &mut self.store
+        {
+            store.handle_piece(sum, bytemuck::cast_slice(piece), lent.as_mut().map(Lent::sum));
         }
     }
 
-    /// The next piece of a contribution that `open` let in.
-    pub(crate) fn handle_piece(
-        &mut self,
-        sum: &mut Contribution,
-        lent: &mut Option<Lent>,
-        piece: &[f32],
-    ) {
-        let store = self.store.as_mut().expect("only a store opens a sum");
-        store.handle_piece(sum, piece, lent.as_mut().map(Lent::sum));
-    }
-
-    /// A contribution that `open` let in is all there.
-    pub(crate) fn handle_contributed(&mut self, sum: Contribution, mut lent: Option<Lent>) {
-        let store = self.store.as_mut().expect("only a store opens a sum");
-        self.completed.extend(store.handle_contributed(sum, lent.as_mut().map(Lent::sum)));
+    /// The payload from `from` that `open` let in is all there.
+    pub(crate) fn landed(&mut self, from: NodeId) {
+        match self.arriving[from.index()].take() {
+            Some(Arriving::Sum { sum, mut lent }) => {
+                let store = self.store.as_mut().expect("only a store opens a sum");
+                let done = store.handle_contributed(sum, lent.as_mut().map(Lent::sum));
+                self.completed.extend(done);
+            }
+            Some(Arriving::Result(chunk)) => self.handle_landed(chunk),
+            Some(Arriving::Rows { rows, chunk, clock }) => {
+                rows.land(from);
+                if let Some(gathering) = &mut self.gathers[chunk.layer.index()]
+                    && gathering.gather.handle_landed(from, chunk.index, clock)
+                {
+                    self.finish_if_gathered(chunk.layer);
+                }
+            }
+            None => {}
+        }
     }
 
     /// A chunk's result is in place.
-    pub(crate) fn handle_landed(&mut self, chunk: ChunkKey) {
+    fn handle_landed(&mut self, chunk: ChunkKey) {
         if self.syncers[chunk.layer.index()].handle_landed(chunk.index) {
             self.finish_if_done(chunk.layer);
-        }
-    }
-
-    /// Another worker's factors are in place.
-    pub(crate) fn handle_gathered(&mut self, sender: NodeId, chunk: ChunkKey, clock: Clock) {
-        if let Some(gathering) = &mut self.gathers[chunk.layer.index()]
-            && gathering.gather.handle_landed(sender, chunk.index, clock)
-        {
-            self.finish_if_gathered(chunk.layer);
         }
     }
 
@@ -238,7 +265,7 @@ impl Holdings {
     }
 
     /// Gives `send` an update for every other worker, for every chunk that has become complete.
-    pub(crate) fn poll_completed(&mut self, mut send: impl FnMut(NodeId, Header, Payload)) {
+    pub(crate) fn poll_completed(&mut self, mut send: impl FnMut(NodeId, Message)) {
         while let Some(Completed { key, clock, result }) = self.completed.pop() {
             let layer = key.layer.index();
             let lent = self.lent(key);
@@ -247,19 +274,21 @@ impl Holdings {
                 (Outcome::Lent, Some(lent)) => lent.range.len() * size_of::<f32>(),
                 (Outcome::Lent, None) => unreachable!("a loan ends after its chunk is complete"),
             };
-            let (kind, length) = (Kind::Update, length as u32);
-            let header = Header { kind, sender: self.me, chunk: key, value: 0.0, clock, length };
+            let bare = Header::bare(Kind::Update, self.me, length as u32);
+            let header = Header { chunk: key, clock, ..bare };
             for &worker in self.workers.iter().filter(|&&w| w != self.me) {
-                let payload = match (&result, &lent) {
-                    (Outcome::Held(values), _) => Payload::Result(values.clone()),
+                let message = match (&result, &lent) {
+                    (Outcome::Held(values), _) => {
+                        let urgency = urgency(Kind::Update, key.layer);
+                        Message::new(header, Payload::Shared(values.clone()), urgency, HELD_RESULT)
+                    }
                     (Outcome::Lent, Some(lent)) => {
                         self.unsent[layer] += 1;
-                        let (exchange, range) = (lent.exchange.clone(), lent.range.clone());
-                        Payload::Update(Lent { exchange, range })
+                        about(header, Payload::Region(lent.gradient_region()), key.layer)
                     }
-                    (Outcome::Lent, None) => Payload::None,
+                    (Outcome::Lent, None) => unreachable!("judged above"),
                 };
-                send(worker, header, payload);
+                send(worker, message);
             }
             // On a dedicated server no layer is ever in flight.
             if let Some(lent) = lent {
@@ -272,22 +301,17 @@ impl Holdings {
         }
     }
 
-    /// A link has taken the whole of a frame.
-    pub(crate) fn sent(&mut self, payload: Payload) {
-        match payload {
-            Payload::Result(result) => self.release(result),
-            Payload::Gradient(lent) | Payload::Update(lent) => {
-                let layer = lent.exchange.layer;
-                drop(lent);
+    /// A link has taken the whole of a message.
+    pub(crate) fn sent(&mut self, sent: Sent) {
+        match sent {
+            Sent { receipt: HELD_RESULT, payload: Payload::Shared(result) } => self.release(result),
+            Sent { receipt: HELD_RESULT, .. } => {}
+            Sent { receipt: layer, .. } => {
+                let layer = LayerId(layer as u32);
                 self.unsent[layer.index()] -= 1;
                 self.finish_if_done(layer);
-            }
-            Payload::Factors(rows) => {
-                let layer = rows.meeting.layer;
-                self.unsent[layer.index()] -= 1;
                 self.finish_if_gathered(layer);
             }
-            Payload::None | Payload::Text(_) => {}
         }
     }
 
@@ -300,12 +324,17 @@ impl Holdings {
     }
 
     /// Gives the update rule back what [`Self::rule_state`] of all shards was. False if it does not fit.
-    pub(crate) fn restore_rule(&mut self, layer: LayerId, state: &RuleState) -> bool {
+    pub(crate) fn restore_rule(
+        &mut self,
+        layer: LayerId,
+        steps: u64,
+        vectors: &[Vec<f32>],
+    ) -> bool {
         let Some(store) = &mut self.store else { return true };
         let parts = self.syncers[layer.index()].parts().iter();
         parts.filter(|part| part.server == self.me).all(|part| {
-            let vectors: Vec<_> = state.vectors.iter().map(|v| &v[part.range.clone()]).collect();
-            store.restore_rule(part.key, state.steps, &vectors)
+            let vectors: Vec<_> = vectors.iter().map(|v| &v[part.range.clone()]).collect();
+            store.restore_rule(part.key, steps, &vectors)
         })
     }
 
@@ -385,10 +414,15 @@ impl Holdings {
     }
 }
 
+/// A message about `layer`, which is in flight until a link has taken it.
+fn about(header: Header, payload: Payload, layer: LayerId) -> Message {
+    Message::new(header, payload, urgency(header.kind, layer), u64::from(layer.0))
+}
+
 fn contribution(me: NodeId, chunk: ChunkKey, range: &Range<usize>, exchange: &Exchange) -> Header {
     // Worker 0's initial values are everybody's.
     let carries = exchange.kind == Kind::Push || me == NodeId(0);
     let length = if carries { (range.len() * size_of::<f32>()) as u32 } else { 0 };
-    let (kind, value, clock) = (exchange.kind, exchange.rate, exchange.clock);
-    Header { kind, sender: me, chunk, value, clock, length }
+    let (value, clock) = (exchange.rate, exchange.clock);
+    Header { chunk, value, clock, ..Header::bare(exchange.kind, me, length) }
 }

@@ -1,6 +1,6 @@
-//! The course of one operation on one rank: what it sends, what it awaits, what becomes of it. No I/O.
+//! One operation on one rank: what it sends, what it awaits, what becomes of it. No I/O.
 //!
-//! Tensors travel in pieces. There are three kinds of course:
+//! Tensors travel in pieces. There are three ways an operation may go:
 //!
 //! * *Exchange*: one step, each pair of ranks on its own. What comes is assigned or reduced into place.
 //!   Small all-reduces go this way too: everybody sends everything to everybody, in one latency, and
@@ -12,8 +12,10 @@
 //! * *Message*: from one rank to another.
 
 use super::request::{Request, Words};
-use super::tensor::Region;
-use super::work::Progress;
+use super::work::Completion;
+use crate::engine::outbox::{Message, Payload};
+use crate::memory::region::Region;
+use poseidon_core::queue::operation_urgency;
 use poseidon_core::reduce::{divide, reduce};
 use poseidon_core::wire::{Header, Place, Signature};
 use poseidon_core::{Dtype, NodeId, ReduceOp};
@@ -31,13 +33,13 @@ const SMALL_TOTAL: usize = 64 << 10;
 /// From here a broadcast goes through all ranks rather than from the root to each.
 const LARGE_BROADCAST: usize = 256 << 10;
 
-pub(super) struct Course {
+pub(super) struct Operation {
     /// Operations of this rank, in the order they were begun.
     pub(super) ticket: u64,
     pub(super) key: Key,
     flow: Flow,
     me: usize,
-    /// Runs that links have not taken to their end.
+    /// Messages that links have not taken to their end.
     unsent: usize,
     /// By rank: pieces still to come, by step.
     awaited: Vec<[u32; 2]>,
@@ -45,10 +47,10 @@ pub(super) struct Course {
     arrived: Vec<[u32; 2]>,
     pub(super) begun: Duration,
     pub(super) deadline: Duration,
-    pub(super) progress: Arc<Progress>,
+    pub(super) completion: Arc<Completion>,
 }
 
-/// How frames find their course.
+/// How frames find their operation.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Key {
     Collective { sequence: u64, signature: Signature },
@@ -85,47 +87,7 @@ pub(super) enum Mode {
     Reduce(Dtype, ReduceOp),
 }
 
-/// A run of consecutive pieces that goes to one rank.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Run {
-    pub(super) ticket: u64,
-    pub(super) stamp: Stamp,
-    pub(super) step: u8,
-    pub(super) piece: u32,
-    pub(super) region: Region,
-    /// Bytes of `region` in frames that were made already.
-    pub(super) offset: usize,
-}
-
-/// What the headers of a run have in common.
-#[derive(Clone, Copy, Debug)]
-pub(super) enum Stamp {
-    Collective { sequence: u64, signature: Signature },
-    Message { sequence: u64, tag: u32 },
-}
-
-impl Run {
-    /// The next frame, and whether it is the last.
-    pub(super) fn next(&mut self, me: NodeId) -> (Header, Region, bool) {
-        let end = self.region.len.min(self.offset + PIECE);
-        let payload = self.region.part(self.offset..end);
-        let length = payload.len as u32;
-        let place = |sequence| Place { sequence, step: self.step, piece: self.piece };
-        let header = match self.stamp {
-            Stamp::Collective { sequence, signature } => {
-                signature.header(me, place(sequence), length)
-            }
-            Stamp::Message { sequence, tag } => {
-                place(sequence).message(me, tag, self.region.len, length)
-            }
-        };
-        self.offset = end;
-        self.piece += 1;
-        (header, payload, end == self.region.len)
-    }
-}
-
-/// What makes one course different from another of the same request.
+/// What makes one operation different from another of the same request.
 pub(super) struct Start {
     pub(super) ticket: u64,
     /// Among the collectives, or the messages to that rank.
@@ -134,14 +96,14 @@ pub(super) struct Start {
     pub(super) size: u16,
     pub(super) begun: Duration,
     pub(super) deadline: Duration,
-    pub(super) progress: Arc<Progress>,
+    pub(super) completion: Arc<Completion>,
 }
 
-impl Course {
-    /// The course of `request`, which was checked. What can be sent at once goes to `send`.
-    pub(super) fn begin(request: &Request, start: Start, mut send: impl FnMut(usize, Run)) -> Self {
+impl Operation {
+    /// The operation of `request`, which was checked. What can be sent at once goes to `send`.
+    pub(super) fn begin(request: &Request, start: Start, mut send: impl FnMut(usize, Message)) -> Self {
         let (me, size) = (usize::from(start.me), usize::from(start.size));
-        let Start { ticket, sequence, begun, deadline, progress, .. } = start;
+        let Start { ticket, sequence, begun, deadline, completion, .. } = start;
         let signature = request.signature();
         let key = match request {
             Request::Send { to, tag, .. } => Key::Send { to: *to, tag: *tag },
@@ -150,7 +112,7 @@ impl Course {
             }
             _ => Key::Collective { sequence, signature },
         };
-        let mut course = Self {
+        let mut operation = Self {
             ticket,
             key,
             flow: Flow::Message(None),
@@ -160,7 +122,7 @@ impl Course {
             arrived: vec![[0; 2]; size],
             begun,
             deadline,
-            progress,
+            completion,
         };
         // The rank after this one first, so that not all begin with rank 0.
         let others = || (1..size).map(move |i| (me + i) % size);
@@ -173,19 +135,19 @@ impl Course {
         let of = |list: &[super::Tensor]| list.iter().map(|t| Some(t.region)).collect::<Vec<_>>();
         let exchange = |into, mode| Flow::Exchange { into, mode, combine: None, divided: None };
         let mut out = nobody();
-        course.flow = match request {
+        operation.flow = match request {
             Request::AllReduce { tensor, op } => {
-                let (len, bytes) = (tensor.region.len, tensor.region.len * (size - 1));
+                let (len, bytes) = (tensor.region.len(), tensor.region.len() * (size - 1));
                 if len <= SMALL && bytes <= SMALL_TOTAL {
                     out = vec![Some(tensor.region); size];
                     Self::combining(tensor, size, me)
                 } else {
                     let mode = Mode::Reduce(tensor.dtype, *op);
                     let everyone: Vec<usize> = others().collect();
-                    course.slice(tensor, mode, &everyone, &everyone, &mut send)
+                    operation.slice(tensor, mode, &everyone, &everyone, &mut send)
                 }
             }
-            Request::Broadcast { tensor, root } if tensor.region.len < LARGE_BROADCAST => {
+            Request::Broadcast { tensor, root } if tensor.region.len() < LARGE_BROADCAST => {
                 let root_here = usize::from(*root) == me;
                 out = if root_here { vec![Some(tensor.region); size] } else { nobody() };
                 let into = if root_here { nobody() } else { only(*root, tensor.region) };
@@ -195,7 +157,7 @@ impl Course {
                 let root = usize::from(*root);
                 let contributors = if me == root { Vec::new() } else { vec![root] };
                 let lacking: Vec<usize> = others().filter(|&rank| rank != root).collect();
-                course.slice(tensor, Mode::Assign, &contributors, &lacking, &mut send)
+                operation.slice(tensor, Mode::Assign, &contributors, &lacking, &mut send)
             }
             Request::Reduce { tensor, root, op } => {
                 let mode = Mode::Reduce(tensor.dtype, *op);
@@ -210,12 +172,12 @@ impl Course {
             }
             Request::AllGather { input, outputs } => {
                 out = vec![Some(input.region); size];
-                outputs[me].region.copy_from(&input.region);
+                copy(&input.region, &outputs[me].region);
                 exchange(of(outputs), Mode::Assign)
             }
             Request::ReduceScatter { inputs, output, op } => {
                 out = of(inputs);
-                output.region.copy_from(&inputs[me].region);
+                copy(&inputs[me].region, &output.region);
                 let mode = Mode::Reduce(output.dtype, *op);
                 let divided = (*op == ReduceOp::Mean).then_some((output.region, output.dtype));
                 let into = vec![Some(output.region); size];
@@ -223,7 +185,7 @@ impl Course {
             }
             Request::Gather { input, outputs, root } => {
                 if usize::from(*root) == me {
-                    outputs[me].region.copy_from(&input.region);
+                    copy(&input.region, &outputs[me].region);
                 } else {
                     out = only(*root, input.region);
                 }
@@ -232,7 +194,7 @@ impl Course {
             }
             Request::Scatter { inputs, output, root } => {
                 if usize::from(*root) == me {
-                    output.region.copy_from(&inputs[me].region);
+                    copy(&inputs[me].region, &output.region);
                     out = of(inputs);
                     exchange(nobody(), Mode::Assign)
                 } else {
@@ -241,45 +203,45 @@ impl Course {
             }
             Request::AllToAll { inputs, outputs } => {
                 out = of(inputs);
-                outputs[me].region.copy_from(&inputs[me].region);
+                copy(&inputs[me].region, &outputs[me].region);
                 exchange(of(outputs), Mode::Assign)
             }
             Request::Barrier => {
-                let nothing = Region::of(&mut []);
+                let nothing = Region::EMPTY;
                 out = vec![Some(nothing); size];
                 exchange(vec![Some(nothing); size], Mode::Assign)
             }
             Request::Send { tensor, to, tag } => {
-                let stamp = Stamp::Message { sequence, tag: *tag };
-                let region = tensor.region;
-                let run = Run { ticket, stamp, step: 0, piece: 0, region, offset: 0 };
-                course.unsent = 1;
-                send(usize::from(*to), run);
+                let place = Place { sequence, step: 0, piece: 0 };
+                let header = place.message(NodeId(0), *tag, tensor.region.len(), 0);
+                operation.unsent = 1;
+                send(usize::from(*to), operation.message(header, tensor.region));
                 Flow::Message(None)
             }
             Request::Receive { tensor, .. } => Flow::Message(Some(tensor.region)),
         };
-        if let Flow::Exchange { into, .. } = &mut course.flow {
+        if let Flow::Exchange { into, .. } = &mut operation.flow {
             into[me] = None;
-            for (awaited, region) in course.awaited.iter_mut().zip(into) {
-                awaited[0] = region.map_or(0, |region| pieces(region.len));
+            for (awaited, region) in operation.awaited.iter_mut().zip(into) {
+                awaited[0] = region.map_or(0, |region| pieces(region.len()));
             }
             for rank in others() {
                 if let Some(region) = out[rank] {
-                    course.unsent += 1;
-                    send(rank, course.run(0, 0, region));
+                    operation.unsent += 1;
+                    send(rank, operation.pieces(0, 0, region));
                 }
             }
         }
-        course
+        operation
     }
 
     /// A small all-reduce: everybody's tensor gets a place, in rank order.
     fn combining(tensor: &super::Tensor, size: usize, me: usize) -> Flow {
-        let len = tensor.region.len;
+        let len = tensor.region.len();
         let stride = len.div_ceil(size_of::<u64>());
         let mut scratch = vec![0u64; stride * size];
-        let all = Region::of(&mut scratch);
+        // SAFETY: the scratch is kept, untouched, in the operation until everything has come.
+        let all = unsafe { Region::of(&mut scratch) };
         let place = |rank: usize| all.part(rank * stride * 8..rank * stride * 8 + len);
         let into = (0..size).map(|rank| (rank != me).then(|| place(rank))).collect();
         let combine = Some((scratch, tensor.region));
@@ -295,7 +257,7 @@ impl Course {
         mode: Mode,
         contributors: &[usize],
         lacking: &[usize],
-        send: &mut impl FnMut(usize, Run),
+        send: &mut impl FnMut(usize, Message),
     ) -> Flow {
         let (size, me, whole) = (self.awaited.len(), self.me, tensor.region);
         let (count, width) = (tensor.count(), tensor.dtype.size());
@@ -314,35 +276,47 @@ impl Course {
             }
             if reduces || is_root {
                 self.unsent += 1;
-                send(rank, self.run(0, 0, whole.part(slices[rank].clone())));
+                send(rank, self.pieces(0, 0, whole.part(slices[rank].clone())));
             }
         }
         if is_root {
             for &rank in lacking {
                 self.unsent += 1;
-                send(rank, self.run(1, 0, whole.part(slices[me].clone())));
+                send(rank, self.pieces(1, 0, whole.part(slices[me].clone())));
             }
         }
         let missing = vec![contributors.len() as u16; own as usize];
         Flow::Sliced { whole, slices, mode, missing, lacking: lacking.to_vec() }
     }
 
-    fn run(&self, step: u8, piece: u32, region: Region) -> Run {
+    /// The pieces of `region`, from `piece` on, for one rank.
+    fn pieces(&self, step: u8, piece: u32, region: Region) -> Message {
         // Messages are made where they are begun.
         let Key::Collective { sequence, signature } = self.key else {
-            unreachable!("a message has one run")
+            unreachable!("a message has one run of pieces")
         };
-        let stamp = Stamp::Collective { sequence, signature };
-        Run { ticket: self.ticket, stamp, step, piece, region, offset: 0 }
+        // The engine fills in the sender and the length of each piece.
+        let header = signature.header(NodeId(0), Place { sequence, step, piece }, 0);
+        self.message(header, region)
     }
 
-    /// A message's first frame is here: it is this course's.
+    fn message(&self, header: Header, region: Region) -> Message {
+        Message {
+            header,
+            payload: Payload::Region(region),
+            urgency: operation_urgency(self.ticket),
+            receipt: self.ticket,
+            piece: PIECE,
+        }
+    }
+
+    /// A message's first frame is here: it is this operation's.
     pub(super) fn bind(&mut self, rank: u16, sequence: u64) {
         if let (Key::Receive { bound, .. }, Flow::Message(Some(region))) =
             (&mut self.key, &self.flow)
         {
             *bound = Some((rank, sequence));
-            self.awaited[usize::from(rank)][0] = pieces(region.len);
+            self.awaited[usize::from(rank)][0] = pieces(region.len());
         }
     }
 
@@ -372,17 +346,17 @@ impl Course {
             }
             Flow::Message(region) => (region.ok_or("it is not awaited")?, Mode::Assign),
         };
-        let start = region.len.min(piece as usize * PIECE);
-        let region = region.part(start..region.len.min(start + PIECE));
-        if region.len != length {
-            let expected = region.len;
+        let start = region.len().min(piece as usize * PIECE);
+        let region = region.part(start..region.len().min(start + PIECE));
+        if region.len() != length {
+            let expected = region.len();
             return Err(format!("piece {piece} has {length} bytes, expected {expected}"));
         }
         Ok((region, mode))
     }
 
     /// A frame's payload is in its place. What that completes goes to `send`.
-    pub(super) fn landed(&mut self, rank: usize, place: Place, mut send: impl FnMut(usize, Run)) {
+    pub(super) fn landed(&mut self, rank: usize, place: Place, mut send: impl FnMut(usize, Message)) {
         let step = usize::from(place.step);
         self.awaited[rank][step] -= 1;
         self.arrived[rank][step] += 1;
@@ -396,8 +370,8 @@ impl Course {
             return;
         }
         let slice = whole.part(slices[self.me].clone());
-        let start = slice.len.min(place.piece as usize * PIECE);
-        let piece = slice.part(start..slice.len.min(start + PIECE));
+        let start = slice.len().min(place.piece as usize * PIECE);
+        let piece = slice.part(start..slice.len().min(start + PIECE));
         if let Mode::Reduce(dtype, ReduceOp::Mean) = *mode {
             // SAFETY: complete, and not yet sent: nobody else looks at it.
             divide(dtype, unsafe { piece.bytes_mut() }, slices.len());
@@ -405,14 +379,14 @@ impl Course {
         let lacking = std::mem::take(lacking);
         for &rank in &lacking {
             self.unsent += 1;
-            send(rank, self.run(1, place.piece, piece));
+            send(rank, self.pieces(1, place.piece, piece));
         }
         if let Flow::Sliced { lacking: slot, .. } = &mut self.flow {
             *slot = lacking;
         }
     }
 
-    /// A link has taken the last byte of a run.
+    /// A link has taken the last byte of a message.
     pub(super) fn sent(&mut self) {
         self.unsent -= 1;
     }
@@ -425,6 +399,11 @@ impl Course {
             }
             _ => self.awaited[rank] != [0; 2],
         }
+    }
+
+    /// Whether it is a message from anybody, which has not come yet.
+    pub(super) fn is_from_any(&self) -> bool {
+        matches!(self.key, Key::Receive { from: None, bound: None, .. })
     }
 
     /// Whether everything has come and gone.
@@ -446,7 +425,7 @@ impl Course {
             return;
         };
         let bytes: &mut [u8] = bytemuck::cast_slice_mut(scratch);
-        let (len, stride) = (target.len, bytes.len() / size);
+        let (len, stride) = (target.len(), bytes.len() / size);
         // SAFETY: sent to everybody and not yet written: ours alone until the operation is done.
         let target = unsafe { target.bytes_mut() };
         bytes[self.me * stride..][..len].copy_from_slice(target);
@@ -473,6 +452,12 @@ impl Course {
             Key::Receive { from: None, tag, .. } => format!("receive from any rank with tag {tag}"),
         }
     }
+}
+
+/// Copies this rank's own part of an operation that has just begun.
+fn copy(from: &Region, to: &Region) {
+    // SAFETY: the operation has been lent both, and nothing of it is under way yet.
+    unsafe { to.copy_from(from) }
 }
 
 /// Pieces of a tensor of `len` bytes. One that is empty still sends word.

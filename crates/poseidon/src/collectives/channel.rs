@@ -1,0 +1,523 @@
+//! A group as a channel of an engine: its operations, and which of them a frame belongs to.
+
+use super::operation::{Key, Mode, Operation, PIECE, Start};
+use super::request::{Request, Words};
+use super::work::Completion;
+use crate::Error;
+use crate::engine::channel::{Channel, Gone, Landing, LastWords, Outgoing, Polled, Sent};
+use crate::engine::outbox::{Message, Payload};
+use crate::engine::traffic::Counters;
+use crate::memory::region::Region;
+use poseidon_core::queue::urgency;
+use poseidon_core::reduce::reduce;
+use poseidon_core::wire::{Header, Kind, Place, Signature};
+use poseidon_core::{ChannelId, Epoch, LayerId, NodeId};
+use std::collections::VecDeque;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+pub(super) enum Command {
+    Begin { request: Request, timeout: Duration, completion: Arc<Completion> },
+    Abort(String),
+    Leave,
+}
+
+/// What a group's handle and its channel share.
+#[derive(Default)]
+pub(super) struct Shared {
+    state: Mutex<State>,
+    /// For threads in `completed` and `wait_closed`.
+    changed: Condvar,
+}
+
+#[derive(Default)]
+struct State {
+    commands: VecDeque<Command>,
+    /// Followed operations that are done.
+    completed: VecDeque<u64>,
+    /// The channel is closed, and why nothing can be begun any more.
+    closed: Option<Error>,
+}
+
+impl Shared {
+    /// Passes a command to the channel. An operation that cannot be begun any more fails at once.
+    pub(super) fn command(&self, command: Command) {
+        let mut state = self.lock();
+        match (&state.closed, command) {
+            (None, command) => state.commands.push_back(command),
+            (Some(error), Command::Begin { completion, .. }) => {
+                let name = completion.finish(Err(error.clone()));
+                state.completed.extend(name);
+                self.changed.notify_all();
+            }
+            (Some(_), Command::Abort(_) | Command::Leave) => {}
+        }
+    }
+
+    /// The name of a followed operation that is done. None when nothing more will come.
+    pub(super) fn completed(&self) -> Option<u64> {
+        let mut state = self.lock();
+        while state.completed.is_empty() && state.closed.is_none() {
+            state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+        }
+        state.completed.pop_front()
+    }
+
+    /// Waits until the channel is closed, and no longer than `patience`.
+    pub(super) fn wait_closed(&self, patience: Duration) {
+        let deadline = Instant::now() + patience;
+        let mut state = self.lock();
+        while state.closed.is_none() {
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return;
+            }
+            let woken = self.changed.wait_timeout(state, left);
+            state = woken.unwrap_or_else(PoisonError::into_inner).0;
+        }
+    }
+
+    fn report(&self, completion: &Completion, outcome: Result<(), Error>) {
+        if let Some(name) = completion.finish(outcome) {
+            self.lock().completed.push_back(name);
+            self.changed.notify_all();
+        }
+    }
+
+    /// Nothing can be begun any more: what was, and has not been taken up, fails.
+    fn close(&self, error: Error) {
+        let mut state = self.lock();
+        let error = state.closed.get_or_insert(error).clone();
+        for command in std::mem::take(&mut state.commands) {
+            if let Command::Begin { completion, .. } = command {
+                let name = completion.finish(Err(error.clone()));
+                state.completed.extend(name);
+            }
+        }
+        self.changed.notify_all();
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// One rank of a group.
+pub(super) struct GroupChannel {
+    id: ChannelId,
+    me: u16,
+    /// By rank: the node that has it.
+    ranks: Vec<NodeId>,
+    /// The nodes of the other ranks.
+    members: Vec<NodeId>,
+    /// What ranks are called in errors.
+    names: Vec<String>,
+    shared: Arc<Shared>,
+    counters: Counters,
+    /// In the order they were begun.
+    operations: VecDeque<Operation>,
+    /// Operations begun so far.
+    tickets: u64,
+    /// The number of the next collective.
+    sequence: u64,
+    /// By rank: messages sent to it.
+    messages: Vec<u64>,
+    /// What has become ready to be sent, and to which rank.
+    outgoing: Vec<(usize, Message)>,
+    /// By rank: the payload that comes from it now.
+    arriving: Vec<Option<Arriving>>,
+    /// By rank: nothing more comes from it, and why.
+    gone: Vec<Option<String>>,
+    /// By rank: something was to go to it and did not.
+    undelivered: Vec<bool>,
+    /// Nothing more is begun.
+    left: bool,
+}
+
+/// A payload that is on its way in.
+#[derive(Clone, Copy, Debug)]
+struct Arriving {
+    ticket: u64,
+    place: Place,
+    region: Region,
+    mode: Mode,
+    /// Bytes of the region that have been combined.
+    done: usize,
+}
+
+impl GroupChannel {
+    pub(super) fn new(
+        id: ChannelId,
+        me: u16,
+        ranks: Vec<NodeId>,
+        names: Vec<String>,
+        shared: Arc<Shared>,
+    ) -> Self {
+        let size = ranks.len();
+        let own = ranks[usize::from(me)];
+        Self {
+            id,
+            me,
+            members: ranks.iter().copied().filter(|&node| node != own).collect(),
+            ranks,
+            names,
+            shared,
+            counters: Counters::default(),
+            operations: VecDeque::new(),
+            tickets: 0,
+            sequence: 0,
+            messages: vec![0; size],
+            outgoing: Vec::new(),
+            arriving: vec![None; size],
+            gone: vec![None; size],
+            undelivered: vec![false; size],
+            left: false,
+        }
+    }
+
+    /// Begins an operation, which was checked.
+    fn begin(
+        &mut self,
+        request: &Request,
+        timeout: Duration,
+        completion: Arc<Completion>,
+        now: Duration,
+    ) {
+        self.tickets += 1;
+        let sequence = match request {
+            Request::Send { to, .. } => {
+                let sent = &mut self.messages[usize::from(*to)];
+                *sent += 1;
+                *sent
+            }
+            Request::Receive { .. } => 0,
+            _ => {
+                self.sequence += 1;
+                self.sequence - 1
+            }
+        };
+        let start = Start {
+            ticket: self.tickets,
+            sequence,
+            me: self.me,
+            size: self.names.len() as u16,
+            begun: now,
+            deadline: now.saturating_add(timeout),
+            completion,
+        };
+        let outgoing = &mut self.outgoing;
+        let operation = Operation::begin(request, start, |rank, run| outgoing.push((rank, run)));
+        self.operations.push_back(operation);
+    }
+
+    fn leave(&mut self, out: &mut Outgoing<'_>) -> Result<(), Error> {
+        if !self.operations.is_empty() {
+            let reason = "it left the group while operations were under way".into();
+            return Err(Error::Aborted { node: self.name(self.me.into()), reason });
+        }
+        self.left = true;
+        for &node in &self.members {
+            let bye = Header::bare(Kind::Bye, node, 0);
+            let urgency = urgency(Kind::Bye, LayerId(0));
+            // Whoever is gone need not be told.
+            out.send(node, Message::new(bye, Payload::None, urgency, 0));
+        }
+        Ok(())
+    }
+
+    /// Hands what became ready to the engine.
+    fn post(&mut self, out: &mut Outgoing<'_>) {
+        for (rank, message) in self.outgoing.drain(..) {
+            if self.gone[rank].is_some() || !out.send(self.ranks[rank], message) {
+                self.undelivered[rank] = true;
+            }
+        }
+    }
+
+    /// Reports operations that are complete. True if there were any.
+    fn report_complete(&mut self) -> bool {
+        let mut index = 0;
+        let mut any = false;
+        while let Some(operation) = self.operations.get_mut(index) {
+            if !operation.is_complete() {
+                index += 1;
+                continue;
+            }
+            operation.conclude();
+            let completion = operation.completion.clone();
+            // Gone before it is reported: the program takes its tensors back.
+            self.operations.remove(index);
+            self.shared.report(&completion, Ok(()));
+            any = true;
+        }
+        any
+    }
+
+    /// A rank that is gone matters once something is expected of it.
+    fn check_gone(&self) -> Result<(), Error> {
+        let me = usize::from(self.me);
+        let alone = (0..self.gone.len()).all(|rank| rank == me || self.gone[rank].is_some());
+        for (rank, how) in self.gone.iter().enumerate() {
+            let Some(how) = how else { continue };
+            // A message from anybody may still come from somebody else.
+            let mut awaiting = self.operations.iter().filter(|o| o.awaits(rank));
+            let awaiting = awaiting.find(|operation| alone || !operation.is_from_any());
+            if awaiting.is_some() || self.undelivered[rank] {
+                return Err(Error::Lost {
+                    node: self.name(rank),
+                    how: how.clone(),
+                    awaited: awaiting.map(Operation::words),
+                });
+            }
+        }
+        Ok(())
+    }
+
+    fn check_overdue(&self, now: Duration) -> Result<(), Error> {
+        let late = self.operations.iter().find(|operation| operation.deadline <= now);
+        let Some(operation) = late else { return Ok(()) };
+        let missing = (0..self.names.len()).filter(|&rank| operation.awaits(rank));
+        Err(Error::Overdue {
+            operation: operation.words(),
+            waited: now.saturating_sub(operation.begun),
+            missing: missing.map(|rank| self.name(rank)).collect(),
+        })
+    }
+
+    /// Which operation a frame from `rank` belongs to, and where its payload goes. `None`: no operation
+    /// here has asked for it yet.
+    fn route(&mut self, rank: usize, header: &Header) -> Result<Option<Arriving>, Error> {
+        match header.kind {
+            Kind::Collective => self.route_collective(rank, header),
+            _ => self.route_message(rank, header),
+        }
+    }
+
+    fn route_collective(&self, rank: usize, header: &Header) -> Result<Option<Arriving>, Error> {
+        let garbage = |why| Error::Garbage { node: self.name(rank), why };
+        let Some((theirs, place)) = Signature::read(header) else {
+            return Err(garbage("a collective of an unknown type or operation".into()));
+        };
+        let at = |o: &&Operation| matches!(o.key, Key::Collective { sequence, .. } if sequence == place.sequence);
+        let Some(operation) = self.operations.iter().find(at) else {
+            if place.sequence >= self.sequence {
+                return Ok(None);
+            }
+            let words = format!("{} (collective {})", Words(theirs), place.sequence);
+            return Err(garbage(format!("a piece of {words}, which is over here")));
+        };
+        let Key::Collective { signature, .. } = operation.key else { return Ok(None) };
+        let mismatch = |theirs: String| Error::Mismatch {
+            sequence: place.sequence,
+            mine: format!("{} on {}", Words(signature), self.name(self.me.into())),
+            theirs: format!("{theirs} on {}", self.name(rank)),
+        };
+        if signature != theirs {
+            return Err(mismatch(Words(theirs).to_string()));
+        }
+        let opened = operation.open(rank, place, header.length as usize);
+        let (region, mode) = opened
+            .map_err(|why| mismatch(format!("{} with other lengths ({why})", Words(theirs))))?;
+        Ok(Some(Arriving { ticket: operation.ticket, place, region, mode, done: 0 }))
+    }
+
+    fn route_message(&mut self, rank: usize, header: &Header) -> Result<Option<Arriving>, Error> {
+        let (place, tag) = (Place::read(header), header.chunk.layer.0);
+        let sender = rank as u16;
+        let mine = |operation: &&mut Operation| match operation.key {
+            Key::Receive { bound: Some(bound), .. } => bound == (sender, place.sequence),
+            Key::Receive { from, tag: wanted, bound: None } => {
+                place.piece == 0 && wanted == tag && from.is_none_or(|from| from == sender)
+            }
+            _ => false,
+        };
+        let Some(operation) = self.operations.iter_mut().find(mine) else { return Ok(None) };
+        if place.piece == 0 {
+            operation.bind(sender, place.sequence);
+            operation.completion.set_source(sender);
+        }
+        let sent = header.value.to_bits();
+        let opened = operation.open(rank, place, header.length as usize);
+        let (region, mode) = opened.map_err(|why| {
+            let node = self.names[rank].clone();
+            Error::Message { node, tag, sent, why }
+        })?;
+        Ok(Some(Arriving { ticket: operation.ticket, place, region, mode, done: 0 }))
+    }
+
+    fn rank_of(&self, node: NodeId) -> Option<usize> {
+        self.ranks.iter().position(|&other| other == node)
+    }
+
+    fn name(&self, rank: usize) -> String {
+        self.names[rank].clone()
+    }
+}
+
+impl Channel for GroupChannel {
+    fn id(&self) -> ChannelId {
+        self.id
+    }
+
+    fn epoch(&self) -> Epoch {
+        Epoch::FIRST
+    }
+
+    fn members(&self) -> &[NodeId] {
+        &self.members
+    }
+
+    fn counters(&self) -> &Counters {
+        &self.counters
+    }
+
+    fn open(&mut self, header: &Header, _: Duration) -> Result<Landing, Error> {
+        let (kind, length) = (header.kind, header.length as usize);
+        let Some(rank) = self.rank_of(header.sender) else {
+            let node = format!("node {}", header.sender);
+            return Err(Error::Garbage { node, why: "a frame of a group it is not in".into() });
+        };
+        if !matches!(kind, Kind::Collective | Kind::Message) || length > PIECE {
+            let why = format!("a {kind:?} frame of {length} bytes for a group");
+            return Err(Error::Garbage { node: self.name(rank), why });
+        }
+        let Some(arriving) = self.route(rank, header)? else { return Ok(Landing::Later) };
+        self.arriving[rank] = Some(arriving);
+        Ok(match arriving.mode {
+            Mode::Assign => Landing::Assign { region: arriving.region, past_cache: false },
+            Mode::Reduce(dtype, _) => Landing::Combine { width: dtype.size() },
+        })
+    }
+
+    fn combine(&mut self, from: NodeId, piece: &[u8]) {
+        let Some(rank) = self.rank_of(from) else { return };
+        if let Some(Arriving { region, mode: Mode::Reduce(dtype, op), done, .. }) =
+            &mut self.arriving[rank]
+        {
+            // SAFETY: the operation owns the region until it is complete, which it is not before this
+            // payload is; the engine is one thread at a time.
+            let into = unsafe { region.part(*done..*done + piece.len()).bytes_mut() };
+            reduce(*dtype, *op, into, piece);
+            *done += piece.len();
+        }
+    }
+
+    fn landed(&mut self, from: NodeId) {
+        let Some(rank) = self.rank_of(from) else { return };
+        let Some(Arriving { ticket, place, .. }) = self.arriving[rank].take() else { return };
+        let outgoing = &mut self.outgoing;
+        if let Some(operation) = self.operations.iter_mut().find(|o| o.ticket == ticket) {
+            operation.landed(rank, place, |to, run| outgoing.push((to, run)));
+        }
+    }
+
+    fn sent(&mut self, sent: Sent) {
+        if let Some(operation) = self.operations.iter_mut().find(|o| o.ticket == sent.receipt) {
+            operation.sent();
+        }
+    }
+
+    fn handle_goodbye(&mut self, from: NodeId) {
+        if let Some(rank) = self.rank_of(from) {
+            self.gone[rank].get_or_insert("it has left the group".into());
+        }
+    }
+
+    fn handle_gone(&mut self, node: NodeId, why: &Gone, undelivered: bool) -> Result<(), Error> {
+        let Some(rank) = self.rank_of(node) else { return Ok(()) };
+        self.undelivered[rank] |= undelivered;
+        let how = match why {
+            Gone::Left => "it has left the group".into(),
+            Gone::Lost(how) => how.clone(),
+            Gone::Garbage(why) => {
+                return Err(Error::Garbage { node: self.name(rank), why: why.clone() });
+            }
+        };
+        self.gone[rank].get_or_insert(how);
+        Ok(())
+    }
+
+    fn aborted(&self, from: NodeId, speaker: u32, reason: String) -> Error {
+        let rank = self.rank_of(from).unwrap_or_default();
+        let node = self.names.get(speaker as usize).unwrap_or(&self.names[rank]).clone();
+        Error::Aborted { node, reason }
+    }
+
+    fn awaits(&self, node: NodeId) -> bool {
+        let rank = self.rank_of(node);
+        rank.is_some_and(|rank| self.operations.iter().any(|o| o.awaits(rank)))
+    }
+
+    fn needs_driver(&self) -> bool {
+        !self.operations.is_empty() || self.left
+    }
+
+    fn is_awaited(&self) -> bool {
+        !self.operations.is_empty()
+    }
+
+    fn poll(&mut self, now: Duration, out: &mut Outgoing<'_>) -> Result<Polled, Error> {
+        let mut begun = false;
+        loop {
+            // The lock is not held while the channel works: others may begin more.
+            let Some(command) = self.shared.lock().commands.pop_front() else { break };
+            match command {
+                Command::Begin { request, timeout, completion } if !self.left => {
+                    self.begin(&request, timeout, completion, now);
+                    begun = true;
+                }
+                Command::Begin { completion, .. } => {
+                    self.shared.report(&completion, Err(has_left(self.name(self.me.into()))));
+                }
+                Command::Abort(reason) => {
+                    return Err(Error::Aborted { node: self.name(self.me.into()), reason });
+                }
+                Command::Leave if !self.left => self.leave(out)?,
+                Command::Leave => {}
+            }
+        }
+        self.post(out);
+        let progressed = self.report_complete();
+        // What has just been begun may have come already, from a rank that is gone since.
+        if !begun && self.gone.iter().any(Option::is_some) {
+            self.check_gone()?;
+        }
+        self.check_overdue(now)?;
+        let wake = self.operations.iter().map(|operation| operation.deadline).min();
+        let over = self.left && !out.has_unsent();
+        Ok(Polled { busy: begun, commanded: begun, wake, reconsider: begun, progressed, over })
+    }
+
+    fn tick(&mut self, _: Duration) -> Result<(), Error> {
+        Ok(())
+    }
+
+    fn fail(&mut self, error: Error) -> LastWords {
+        // What another rank said is passed on as its words, not as this rank's.
+        let (speaker, reason) = match &error {
+            Error::Aborted { node, reason } => {
+                let speaker = self.names.iter().position(|name| name == node);
+                (speaker.unwrap_or(self.me.into()), reason.clone())
+            }
+            other => (self.me.into(), other.to_string()),
+        };
+        self.report_complete();
+        for operation in std::mem::take(&mut self.operations) {
+            let completion = operation.completion.clone();
+            drop(operation);
+            self.shared.report(&completion, Err(error.clone()));
+        }
+        self.shared.close(error);
+        LastWords { reason, speaker: speaker as u32 }
+    }
+}
+
+impl Drop for GroupChannel {
+    fn drop(&mut self) {
+        self.shared.close(has_left(self.name(self.me.into())));
+    }
+}
+
+fn has_left(node: String) -> Error {
+    Error::Aborted { node, reason: "it has left the group".into() }
+}

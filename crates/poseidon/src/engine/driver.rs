@@ -1,0 +1,383 @@
+//! Who moves an engine along.
+//!
+//! An engine needs a thread to drive it. As long as it carries a session that is its own thread,
+//! because gradients of other nodes may come at any time. Otherwise the cheapest is whoever waits for
+//! an operation: no other thread has to be woken then, on the way in or out. So the engine is behind a
+//! lock that whoever waits may take; its own thread takes it for operations that nobody waits for, and
+//! now and then to keep the links alive.
+
+use super::channel::Channel;
+use super::{Engine, Next};
+use crate::Error;
+use poseidon_core::NodeId;
+use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
+use std::io;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, TryLockError};
+use std::time::{Duration, Instant};
+
+pub(crate) struct Driver {
+    /// Held by the thread that drives.
+    driven: Mutex<Driven>,
+    /// What has been asked for and not yet taken up, in order.
+    orders: Mutex<Vec<Order>>,
+    /// Wakes the thread that drives.
+    waker: mio::Waker,
+    gate: Mutex<Gate>,
+    /// For threads in `wait`.
+    progressed: Condvar,
+    /// For the engine's own thread.
+    summoned: Condvar,
+    /// For threads in `wait_stopped`.
+    ended: Condvar,
+    epoch: Instant,
+    /// Several nodes share this host's cores: let those that were written to run.
+    yields: bool,
+    /// The process whose links these are. One that is forked from it has the links too, but not the
+    /// thread, and locks as they happened to be.
+    owner: u32,
+    /// What this node is called, if it has to be said that its thread panicked.
+    name: String,
+}
+
+struct Driven {
+    engine: Engine,
+    poll: mio::Poll,
+    events: mio::Events,
+    stopped: bool,
+}
+
+/// What threads tell each other. Never held while driving.
+#[derive(Default)]
+struct Gate {
+    /// Threads that wait for the lock, or for an operation.
+    waiting: usize,
+    /// The engine's own thread has something to do.
+    kicked: bool,
+    stopped: bool,
+}
+
+enum Order {
+    Attach(Box<dyn Channel>),
+    /// A channel has something to do.
+    Look,
+    Close,
+}
+
+const WAKER: mio::Token = mio::Token(usize::MAX);
+/// How often the engine's own thread looks after the links when nothing is under way.
+const LOOK: Duration = Duration::from_millis(500);
+
+impl Driver {
+    /// Starts the engine's own thread. `core` is where that thread stays, if it shares the core with
+    /// the same lane of other nodes on this host: what one of them sends, the next one to run
+    /// receives, from the cache it was written to. Then, and if it `yields` anyway, the thread lets
+    /// others run while a program waits.
+    pub(crate) fn start(
+        mut engine: Engine,
+        epoch: Instant,
+        name: String,
+        core: Option<usize>,
+        yields: bool,
+    ) -> Result<Arc<Self>, Error> {
+        let poll = mio::Poll::new().map_err(Error::io("opening an event queue"))?;
+        let waker = mio::Waker::new(poll.registry(), WAKER);
+        let waker = waker.map_err(Error::io("opening a mailbox"))?;
+        for (node, link) in engine.links() {
+            let registered = link.register(poll.registry(), mio::Token(node.index()));
+            registered.map_err(Error::io("watching a link"))?;
+        }
+        let events = mio::Events::with_capacity(256);
+        let driver = Arc::new(Self {
+            driven: Mutex::new(Driven { engine, poll, events, stopped: false }),
+            orders: Mutex::default(),
+            waker,
+            gate: Mutex::default(),
+            progressed: Condvar::new(),
+            summoned: Condvar::new(),
+            ended: Condvar::new(),
+            epoch,
+            yields: yields || core.is_some(),
+            owner: std::process::id(),
+            name,
+        });
+        let own = driver.clone();
+        let thread = std::thread::Builder::new().name("poseidon-lane".into());
+        let body = move || {
+            if let Some(core) = core {
+                stay_on(core);
+            }
+            let _witness = Witness(&own);
+            own.run();
+        };
+        thread.spawn(body).map_err(Error::io("starting a lane"))?;
+        Ok(driver)
+    }
+
+    /// Whether this process may touch anything here.
+    pub(crate) fn check_owner(&self) -> Result<(), Error> {
+        let owner = self.owner;
+        if std::process::id() == owner { Ok(()) } else { Err(Error::Forked { owner }) }
+    }
+
+    /// Adds a channel to the engine.
+    pub(crate) fn attach(&self, channel: Box<dyn Channel>) {
+        lock(&self.orders).push(Order::Attach(channel));
+        self.nudge(false);
+    }
+
+    /// Leaves: says goodbye on every link. The thread ends when the others have heard it.
+    pub(crate) fn close(&self) {
+        lock(&self.orders).push(Order::Close);
+        self.nudge(false);
+        self.kick();
+    }
+
+    /// A channel has been given something to do by a program that does not drive.
+    pub(crate) fn wake(&self) {
+        // If that fails, whoever drives finds it at its next turn.
+        let _ = self.waker.wake();
+    }
+
+    /// A channel has been given something to do: it is begun here and now if nobody drives. `watched`:
+    /// somebody will wait for it; otherwise the engine's own thread sees to it.
+    pub(crate) fn nudge(&self, watched: bool) {
+        match self.try_take() {
+            Some(mut driven) => {
+                self.turn(&mut driven);
+                self.let_go(driven, watched);
+            }
+            None => {
+                // Whoever drives may be on its way out, and looks at the orders once more.
+                lock(&self.orders).push(Order::Look);
+                self.wake();
+                if !watched {
+                    self.kick();
+                }
+            }
+        }
+    }
+
+    /// Waits until `is_done` or the deadline has passed, and drives if nobody else does.
+    pub(crate) fn wait(&self, is_done: impl Fn() -> bool, deadline: Option<Instant>) {
+        let expired = || deadline.is_some_and(|deadline| Instant::now() >= deadline);
+        while !is_done() && !expired() {
+            if let Some(mut driven) = self.try_take() {
+                if driven.stopped {
+                    return self.let_go(driven, true);
+                }
+                self.drive(&mut driven, deadline, |_| is_done());
+                self.let_go(driven, false);
+                continue;
+            }
+            let mut gate = lock(&self.gate);
+            gate.waiting += 1;
+            // Whoever drives looks at `waiting` after it has let go: it sees this one, or this one sees
+            // that the lock is free.
+            if !is_done() && self.driven.try_lock().is_err_and(would_block) {
+                let left = deadline.map_or(LOOK, |d| d.saturating_duration_since(Instant::now()));
+                let woken = self.progressed.wait_timeout(gate, left.min(LOOK));
+                gate = woken.unwrap_or_else(PoisonError::into_inner).0;
+            }
+            gate.waiting -= 1;
+        }
+    }
+
+    /// The engine's own thread has something to do.
+    pub(crate) fn kick(&self) {
+        let mut gate = lock(&self.gate);
+        if !gate.kicked {
+            gate.kicked = true;
+            self.summoned.notify_one();
+        }
+    }
+
+    /// Waits until the engine has stopped, and no longer than `patience`.
+    pub(crate) fn wait_stopped(&self, patience: Duration) {
+        let deadline = Instant::now() + patience;
+        let mut gate = lock(&self.gate);
+        while !gate.stopped {
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return;
+            }
+            let woken = self.ended.wait_timeout(gate, left);
+            gate = woken.unwrap_or_else(PoisonError::into_inner).0;
+        }
+    }
+
+    /// The body of the engine's own thread.
+    fn run(&self) {
+        loop {
+            let mut gate = lock(&self.gate);
+            if !gate.kicked && !gate.stopped {
+                let woken = self.summoned.wait_timeout(gate, LOOK);
+                gate = woken.unwrap_or_else(PoisonError::into_inner).0;
+            }
+            if gate.stopped {
+                return;
+            }
+            gate.kicked = false;
+            drop(gate);
+            // Whoever drives looks after the links too.
+            let Some(mut driven) = self.try_take() else { continue };
+            self.look(&mut driven, Duration::ZERO);
+            self.drive(&mut driven, None, Engine::is_idle);
+            self.let_go(driven, true);
+        }
+    }
+
+    /// Drives until `enough`, the deadline, or the end. Takes at least one turn.
+    fn drive(
+        &self,
+        driven: &mut Driven,
+        deadline: Option<Instant>,
+        enough: impl Fn(&Engine) -> bool,
+    ) {
+        let until = deadline.map(|d| d.saturating_duration_since(self.epoch));
+        while !driven.stopped {
+            let next = self.turn(driven);
+            let now = self.epoch.elapsed();
+            if enough(&driven.engine) || until.is_some_and(|until| now >= until) {
+                return;
+            }
+            let timeout = match next {
+                Next::Again => {
+                    // Those who were just written to read while it is in the cache. Not while the
+                    // training program computes: it would take the core, and keep it. But once after a
+                    // command: a program that wants to wait must first get to.
+                    let commanded = driven.engine.take_commanded();
+                    if self.yields && (commanded || driven.engine.is_awaited()) {
+                        std::thread::yield_now();
+                    }
+                    Duration::ZERO
+                }
+                Next::Sleep(wake) => {
+                    until.map_or(wake, |until| until.min(wake)).saturating_sub(now)
+                }
+                Next::Stop => return,
+            };
+            self.look(driven, timeout);
+        }
+    }
+
+    /// Takes up what was asked for and does what can be done.
+    fn turn(&self, driven: &mut Driven) -> Next {
+        // The lock is not held while the engine works: others may ask for more.
+        let orders = std::mem::take(&mut *lock(&self.orders));
+        for order in orders {
+            match order {
+                Order::Attach(channel) => driven.engine.attach(channel, self.epoch.elapsed()),
+                Order::Look => {}
+                Order::Close => driven.engine.close(self.epoch.elapsed()),
+            }
+        }
+        let next = driven.engine.turn(self.epoch.elapsed());
+        driven.stopped |= next == Next::Stop;
+        if driven.engine.take_progressed() {
+            let gate = lock(&self.gate);
+            if gate.waiting > 0 {
+                self.progressed.notify_all();
+            }
+        }
+        next
+    }
+
+    /// Hears from the links, for at most `timeout`.
+    fn look(&self, driven: &mut Driven, timeout: Duration) {
+        match driven.poll.poll(&mut driven.events, Some(timeout)) {
+            Ok(()) => {}
+            Err(e) if e.kind() == io::ErrorKind::Interrupted => return,
+            Err(e) => {
+                let why = Arc::new(e);
+                return driven.engine.fail_all(&Error::Io { what: "waiting for links".into(), why });
+            }
+        }
+        for event in driven.events.iter().filter(|e| e.token() != WAKER) {
+            let node = NodeId(event.token().0 as u16);
+            let closed = event.is_read_closed() || event.is_error();
+            let writable = event.is_writable() || event.is_write_closed();
+            driven.engine.handle_ready(node, event.is_readable(), writable, closed);
+        }
+    }
+
+    fn try_take(&self) -> Option<MutexGuard<'_, Driven>> {
+        match self.driven.try_lock() {
+            Ok(driven) => Some(driven),
+            // A panic while driving is a bug; what it has left is better served than abandoned.
+            Err(TryLockError::Poisoned(poisoned)) => Some(poisoned.into_inner()),
+            Err(TryLockError::WouldBlock) => None,
+        }
+    }
+
+    /// Gives the lock back. Unless `settled`, what is under way is left to the engine's own thread.
+    fn let_go<'a>(&'a self, mut driven: MutexGuard<'a, Driven>, settled: bool) {
+        loop {
+            let orphaned = !settled && !driven.engine.is_idle();
+            let stopped = driven.stopped;
+            drop(driven);
+            let mut gate = lock(&self.gate);
+            if stopped && !gate.stopped {
+                gate.stopped = true;
+                self.ended.notify_all();
+                self.summoned.notify_one();
+            }
+            if orphaned && !gate.kicked {
+                gate.kicked = true;
+                self.summoned.notify_one();
+            }
+            if gate.waiting > 0 {
+                self.progressed.notify_all();
+            }
+            drop(gate);
+            // Orders that came while this thread was on its way out: whoever gave them saw the lock
+            // taken.
+            if lock(&self.orders).is_empty() {
+                return;
+            }
+            let Some(again) = self.try_take() else { return };
+            driven = again;
+            self.turn(&mut driven);
+        }
+    }
+}
+
+/// Reports a panic of an engine's own thread, which nobody would hear of otherwise until a deadline
+/// passes.
+struct Witness<'a>(&'a Driver);
+
+impl Drop for Witness<'_> {
+    fn drop(&mut self) {
+        if std::thread::panicking()
+            && let Some(mut driven) = self.0.try_take()
+        {
+            driven.engine.fail_all(&Error::Panicked { node: self.0.name.clone() });
+            driven.stopped = true;
+            self.0.let_go(driven, true);
+        }
+    }
+}
+
+/// The cores this process may use.
+pub(crate) fn cores() -> Vec<usize> {
+    let allowed = sched_getaffinity(None);
+    allowed.map_or_else(
+        |_| Vec::new(),
+        |set| (0..CpuSet::MAX_CPU).filter(|&c| set.is_set(c)).collect(),
+    )
+}
+
+fn stay_on(core: usize) {
+    let mut set = CpuSet::new();
+    set.set(core);
+    if let Err(error) = sched_setaffinity(None, &set) {
+        tracing::debug!(core, %error, "a lane could not be kept on its core");
+    }
+}
+
+fn would_block<T>(error: TryLockError<T>) -> bool {
+    matches!(error, TryLockError::WouldBlock)
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}

@@ -1,0 +1,308 @@
+//! What an engine sends next to one peer: core's queue decides, and batches of it are written together.
+
+use crate::memory::region::Region;
+use poseidon_core::queue::{BATCH_BYTES, BATCH_FRAMES};
+use poseidon_core::wire::{Header, Kind};
+use poseidon_core::{ChannelId, Queue};
+use std::collections::VecDeque;
+use std::io::{self, IoSlice};
+use std::sync::Arc;
+
+/// Messages waiting for one peer, and frames on their way.
+#[derive(Debug, Default)]
+pub(crate) struct Outbox {
+    waiting: Queue<Message>,
+    /// Chosen and on their way: written together, in order.
+    batch: VecDeque<Frame>,
+    /// Bytes of the batch's first frame that the link has taken.
+    written: usize,
+}
+
+/// What a channel wants sent: one frame, or several if the payload is cut into pieces.
+#[derive(Debug)]
+pub(crate) struct Message {
+    /// Of the first frame. Every later one has the next chunk index.
+    pub(crate) header: Header,
+    pub(crate) payload: Payload,
+    /// Smaller numbers go first.
+    pub(crate) urgency: u64,
+    /// The channel gets this number back when the last frame has left.
+    pub(crate) receipt: u64,
+    /// Most bytes of a frame's payload.
+    pub(crate) piece: usize,
+}
+
+/// Bytes are borrowed from where they are.
+#[derive(Debug)]
+pub(crate) enum Payload {
+    None,
+    /// Memory lent to the channel.
+    Region(Region),
+    /// Memory that several links read, and that goes back to the channel.
+    Shared(Arc<[f32]>),
+    Text(Box<[u8]>),
+}
+
+/// A frame that is on its way.
+#[derive(Debug)]
+pub(super) struct Frame {
+    header: [u8; Header::SIZE],
+    pub(super) channel: ChannelId,
+    /// The layer it is about, if it is about one.
+    pub(super) layer: Option<u32>,
+    pub(super) payload: Payload,
+    /// If this is the last frame of its message.
+    pub(super) receipt: Option<u64>,
+}
+
+impl Message {
+    /// A message of one frame.
+    pub(crate) fn new(header: Header, payload: Payload, urgency: u64, receipt: u64) -> Self {
+        Self { header, payload, urgency, receipt, piece: usize::MAX }
+    }
+
+    /// The next frame, and whether it is the last.
+    fn next_frame(&mut self) -> (Frame, bool) {
+        let payload = match &mut self.payload {
+            Payload::Region(region) => {
+                let rest = *region;
+                let cut = rest.len().min(self.piece);
+                *region = rest.part(cut..rest.len());
+                Payload::Region(rest.part(0..cut))
+            }
+            whole => std::mem::replace(whole, Payload::None),
+        };
+        let last = self.payload.len() == 0;
+        self.header.length = payload.len() as u32;
+        let header = self.header.encode();
+        self.header.chunk.index += 1;
+        let layer = matches!(
+            self.header.kind,
+            Kind::Push | Kind::Update | Kind::Init | Kind::Factors
+        );
+        let layer = layer.then_some(self.header.chunk.layer.0);
+        let receipt = last.then_some(self.receipt);
+        (Frame { header, channel: self.header.channel, layer, payload, receipt }, last)
+    }
+}
+
+impl Outbox {
+    pub(super) fn push(&mut self, message: Message) {
+        self.waiting.push(message.urgency, message);
+    }
+
+    pub(super) fn is_empty(&self) -> bool {
+        self.batch.is_empty() && self.waiting.is_empty()
+    }
+
+    /// Hands the channel and receipt of every message to `gone` instead of a link.
+    pub(super) fn discard(&mut self, mut gone: impl FnMut(ChannelId, u64, Payload)) {
+        self.written = 0;
+        for frame in self.batch.drain(..) {
+            if let Some(receipt) = frame.receipt {
+                gone(frame.channel, receipt, frame.payload);
+            }
+        }
+        for message in self.waiting.drain() {
+            gone(message.header.channel, message.receipt, message.payload);
+        }
+    }
+
+    /// Forgets all of `channel` that the link has not begun to take. What it has begun is copied, so
+    /// that nothing refers to the channel's memory any more.
+    pub(super) fn let_go(&mut self, channel: ChannelId) {
+        self.waiting.retain(|message| message.header.channel != channel);
+        let begun = self.written > 0;
+        if let Some(first) = self.batch.front_mut().filter(|f| begun && f.channel == channel) {
+            first.payload = Payload::Text(first.payload.bytes().into());
+            first.receipt = None;
+        }
+        let mut first = true;
+        self.batch.retain(|frame| {
+            let is_begun = std::mem::take(&mut first) && begun;
+            is_begun || frame.channel != channel
+        });
+    }
+
+    /// Hands the next frames to `write`, once, and passes each frame the link has taken whole to
+    /// `sent`. Returns the bytes taken and whether the link took all it was offered.
+    pub(super) fn write(
+        &mut self,
+        write: impl FnOnce(&[IoSlice<'_>]) -> io::Result<usize>,
+        mut sent: impl FnMut(Frame),
+    ) -> io::Result<(usize, bool)> {
+        if self.batch.is_empty() {
+            let mut bytes = 0;
+            while bytes < BATCH_BYTES && self.batch.len() < BATCH_FRAMES {
+                let Some(next) = self.waiting.take_next(Message::next_frame) else { break };
+                bytes += next.len();
+                self.batch.push_back(next);
+            }
+        }
+        let mut slices = [IoSlice::new(&[]); 2 * BATCH_FRAMES];
+        let mut count = 0;
+        let mut offered = 0;
+        let mut skip = self.written;
+        for frame in &self.batch {
+            for part in [&frame.header[..], frame.payload.bytes()] {
+                let rest = &part[skip.min(part.len())..];
+                skip -= part.len() - rest.len();
+                if !rest.is_empty() {
+                    slices[count] = IoSlice::new(rest);
+                    offered += rest.len();
+                    count += 1;
+                }
+            }
+        }
+        let taken = write(&slices[..count])?;
+        self.written += taken;
+        while let Some(first) = self.batch.front()
+            && self.written >= first.len()
+        {
+            self.written -= first.len();
+            if let Some(frame) = self.batch.pop_front() {
+                sent(frame);
+            }
+        }
+        Ok((taken, taken == offered))
+    }
+}
+
+impl Frame {
+    /// Bytes on the wire.
+    pub(super) fn len(&self) -> usize {
+        self.header.len() + self.payload.len()
+    }
+}
+
+impl Payload {
+    pub(crate) fn len(&self) -> usize {
+        match self {
+            Self::None => 0,
+            Self::Region(region) => region.len(),
+            Self::Shared(values) => size_of_val(&**values),
+            Self::Text(text) => text.len(),
+        }
+    }
+
+    fn bytes(&self) -> &[u8] {
+        match self {
+            Self::None => &[],
+            // SAFETY: what is being sent is not written: a result that goes to the same place comes
+            // only after its receivers have had all of this.
+            Self::Region(region) => unsafe { region.bytes() },
+            Self::Shared(values) => bytemuck::cast_slice(values),
+            Self::Text(text) => text,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use poseidon_core::queue::urgency;
+    use poseidon_core::{ChunkKey, Clock, LayerId, NodeId};
+
+    fn push(outbox: &mut Outbox, layer: u32, index: u32, values: &[f32]) {
+        let chunk = ChunkKey { layer: LayerId(layer), index };
+        let bare = Header::bare(Kind::Update, NodeId(0), (values.len() * 4) as u32);
+        let header = Header { chunk, clock: Clock(1), channel: ChannelId(layer), ..bare };
+        let payload = Payload::Shared(values.into());
+        let urgency = urgency(Kind::Update, LayerId(layer));
+        outbox.push(Message::new(header, payload, urgency, u64::from(index)));
+    }
+
+    /// Drains the outbox through a link that takes at most `step` bytes at a time.
+    fn drain(outbox: &mut Outbox, step: usize) -> Vec<u8> {
+        let mut out = Vec::new();
+        while !outbox.is_empty() {
+            write_once(outbox, step, &mut out);
+        }
+        out
+    }
+
+    fn write_once(outbox: &mut Outbox, step: usize, out: &mut Vec<u8>) {
+        let take = |slices: &[IoSlice<'_>]| {
+            let all: Vec<u8> = slices.iter().flat_map(|s| s.to_vec()).collect();
+            let n = all.len().min(step);
+            out.extend_from_slice(&all[..n]);
+            Ok(n)
+        };
+        outbox.write(take, |_| {}).unwrap();
+    }
+
+    fn headers(mut bytes: &[u8]) -> Vec<(u32, u32)> {
+        let mut found = Vec::new();
+        while let Some((head, rest)) = bytes.split_first_chunk() {
+            let header = Header::decode(head).unwrap();
+            found.push((header.chunk.layer.0, header.chunk.index));
+            bytes = &rest[header.length as usize..];
+        }
+        found
+    }
+
+    #[test]
+    fn the_layer_nearest_the_input_goes_first() {
+        let mut outbox = Outbox::default();
+        for (layer, index) in [(2, 0), (2, 1), (0, 0), (1, 0), (0, 1)] {
+            push(&mut outbox, layer, index, &[1.0, 2.0]);
+        }
+        let order = headers(&drain(&mut outbox, usize::MAX));
+        assert_eq!(order, [(0, 0), (0, 1), (1, 0), (2, 0), (2, 1)]);
+    }
+
+    #[test]
+    fn bytes_are_the_same_however_few_the_link_takes() {
+        let fill = |outbox: &mut Outbox| {
+            for index in 0..20 {
+                push(outbox, 0, index, &[index as f32; 5]);
+            }
+            let bye = Header::bare(Kind::Bye, NodeId(0), 0);
+            outbox.push(Message::new(bye, Payload::None, u64::MAX, 0));
+        };
+        let mut whole = Outbox::default();
+        fill(&mut whole);
+        let expected = drain(&mut whole, usize::MAX);
+        assert_eq!(expected.len(), 20 * (Header::SIZE + 20) + Header::SIZE);
+        for step in [1, 3, 31, 32, 33, 52, 100] {
+            let mut outbox = Outbox::default();
+            fill(&mut outbox);
+            assert_eq!(drain(&mut outbox, step), expected);
+        }
+    }
+
+    /// Pieces of one message go in order, with the next index each, whatever else is waiting.
+    #[test]
+    fn a_long_payload_is_cut_into_pieces_and_receipted_once() {
+        let mut memory = vec![7u64; 4];
+        // SAFETY: `memory` outlives the outbox's use of it and is not touched meanwhile.
+        let region = unsafe { Region::of(&mut memory) };
+        let mut outbox = Outbox::default();
+        let header = Header { channel: ChannelId(9), ..Header::bare(Kind::Message, NodeId(0), 0) };
+        let (payload, urgency) = (Payload::Region(region), 0);
+        outbox.push(Message { header, payload, urgency, receipt: 5, piece: 12 });
+        let mut receipts = Vec::new();
+        let mut out = Vec::new();
+        let take = |slices: &[IoSlice<'_>]| {
+            out.extend(slices.iter().flat_map(|s| s.to_vec()));
+            Ok(out.len())
+        };
+        outbox.write(take, |frame| receipts.push(frame.receipt)).unwrap();
+        assert_eq!(headers(&out), [(0, 0), (0, 1), (0, 2)]);
+        assert_eq!(receipts, [None, None, Some(5)]);
+    }
+
+    /// The stream stays whole, and nothing refers to the channel's memory afterwards.
+    #[test]
+    fn a_channel_that_is_let_go_leaves_only_what_was_begun() {
+        let mut outbox = Outbox::default();
+        for (layer, index) in [(0, 0), (1, 0), (0, 1), (1, 1)] {
+            push(&mut outbox, layer, index, &[1.0; 8]);
+        }
+        let mut out = Vec::new();
+        write_once(&mut outbox, Header::SIZE + 5, &mut out);
+        outbox.let_go(ChannelId(0));
+        out.extend(drain(&mut outbox, usize::MAX));
+        assert_eq!(headers(&out), [(0, 0), (1, 0), (1, 1)]);
+    }
+}

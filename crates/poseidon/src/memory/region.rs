@@ -1,0 +1,80 @@
+//! Bytes that somebody lent, by address.
+
+use std::ops::Range;
+use std::ptr::NonNull;
+
+/// A run of bytes in memory that its maker was lent: a tensor, a chunk of a layer, rows of factors.
+///
+/// An engine reads frames from regions and into them. It lets go of a region when it has told the
+/// channel that lent it (`sent`, `landed`), or when the channel is closed; whoever makes one promises
+/// that the memory is there until then.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Region {
+    start: NonNull<u8>,
+    len: usize,
+}
+
+// SAFETY: a region is an address; whoever reads or writes through it says why that is sound.
+unsafe impl Send for Region {}
+// SAFETY: as above.
+unsafe impl Sync for Region {}
+
+impl Region {
+    /// No bytes at all.
+    pub(crate) const EMPTY: Self = Self { start: NonNull::dangling(), len: 0 };
+
+    /// The `len` bytes at `start`.
+    ///
+    /// # Safety
+    /// They stay valid for reads, and for writes if anything is to be written there, until the engine
+    /// has let go of the region.
+    pub(crate) unsafe fn new(start: NonNull<u8>, len: usize) -> Self {
+        Self { start, len }
+    }
+
+    /// All of `scratch`.
+    ///
+    /// # Safety
+    /// Its owner neither moves, drops nor touches it while the region is in use.
+    pub(crate) unsafe fn of(scratch: &mut [u64]) -> Self {
+        let bytes: &mut [u8] = bytemuck::cast_slice_mut(scratch);
+        Self { start: NonNull::from(&mut *bytes).cast(), len: bytes.len() }
+    }
+
+    pub(crate) fn len(&self) -> usize {
+        self.len
+    }
+
+    /// The bytes of `range`, which lies within.
+    pub(crate) fn part(&self, range: Range<usize>) -> Self {
+        assert!(range.start <= range.end && range.end <= self.len, "part outside its region");
+        // SAFETY: in bounds by the assertion.
+        Self { start: unsafe { self.start.add(range.start) }, len: range.end - range.start }
+    }
+
+    /// # Safety
+    /// While the slice lives nobody writes to the region. An engine keeps this by construction: it is
+    /// one thread at a time, channels own what they were lent, and what is being sent is not written
+    /// before its receivers have had it.
+    pub(crate) unsafe fn bytes<'a>(&self) -> &'a [u8] {
+        // SAFETY: valid by the promise of whoever made the region, not written by the caller's.
+        unsafe { std::slice::from_raw_parts(self.start.as_ptr(), self.len) }
+    }
+
+    /// # Safety
+    /// While the slice lives nobody else reads or writes the region; see [`Region::bytes`].
+    pub(crate) unsafe fn bytes_mut<'a>(&self) -> &'a mut [u8] {
+        // SAFETY: valid by the promise of whoever made the region, exclusive by the caller's.
+        unsafe { std::slice::from_raw_parts_mut(self.start.as_ptr(), self.len) }
+    }
+
+    /// Copies `from` here. They have the same length, and may be the same memory.
+    ///
+    /// # Safety
+    /// Nobody else reads or writes this region, or writes `from`, meanwhile.
+    pub(crate) unsafe fn copy_from(&self, from: &Self) {
+        assert_eq!(self.len, from.len, "both sides have the same bytes");
+        // SAFETY: both valid by their makers' promises; `copy` allows overlap.
+        unsafe { std::ptr::copy(from.start.as_ptr(), self.start.as_ptr(), self.len) }
+    }
+}

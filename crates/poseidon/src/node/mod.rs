@@ -1,0 +1,100 @@
+//! One process of a job: its links, shared by all its sessions and groups.
+//!
+//! * `session_parts`: what one session has on all lanes. `groups`: how groups are opened.
+
+mod groups;
+pub(crate) mod session_parts;
+
+use crate::Error;
+use crate::engine::Engine;
+use crate::engine::driver::{self, Driver};
+use crate::job::book::{Book, Job};
+use crate::job::config::Config;
+use crate::job::coordinator::Coordinator;
+use crate::job::rendezvous::{Joined, join};
+use poseidon_core::{ChannelId, LaneId, NodeId};
+use poseidon_link::{Address, Credentials, Serving};
+use std::mem::ManuallyDrop;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+/// A process's place in a job. It stays connected until the last session or group lets go of it.
+pub(crate) struct Node {
+    pub(crate) me: NodeId,
+    pub(crate) config: Config,
+    /// What the job began with.
+    pub(crate) book: Arc<Book>,
+    /// Where the coordinator is, and what opens its door.
+    pub(crate) coordinator: (Address, Credentials),
+    /// By lane.
+    lanes: Vec<Arc<Driver>>,
+    /// What turns strangers away, and the coordinator if it is served here.
+    listeners: ManuallyDrop<(Serving, Option<Coordinator>)>,
+}
+
+/// How long a node that leaves waits for the others to hear its last words.
+pub(crate) const LAST_WORDS: Duration = Duration::from_secs(1);
+
+impl Node {
+    /// Joins the job. Workers bring a description of it, servers take what they get.
+    pub(crate) fn start(config: &Config, job: Option<Job>) -> Result<Arc<Self>, Error> {
+        let Joined { book, links, meeting_point, serving, coordinator } = join(config, job)?;
+        let (me, nodes) = (config.node(), book.cluster.nodes());
+        let (cores, crowded) = (cores_to_share(config, &book), is_crowded(config, &book));
+        let mut lanes = Vec::new();
+        let epoch = Instant::now();
+        for (lane, links) in links.into_iter().enumerate() {
+            let engine = Engine::new(me, nodes, links, config.silence, epoch.elapsed());
+            let core = cores.get(lane % cores.len().max(1)).copied();
+            let name = book.cluster.name(me);
+            lanes.push(Driver::start(engine, epoch, name, core, crowded)?);
+        }
+        let config = Config { coordinator: meeting_point.0.to_string(), ..config.clone() };
+        let listeners = ManuallyDrop::new((serving, coordinator));
+        Ok(Arc::new(Self { me, config, book, coordinator: meeting_point, lanes, listeners }))
+    }
+
+    /// What drives `lane`.
+    pub(crate) fn lane(&self, lane: LaneId) -> &Arc<Driver> {
+        &self.lanes[lane.index()]
+    }
+
+    /// The lane that carries the group `id`.
+    pub(crate) fn lane_of_group(&self, id: ChannelId) -> &Arc<Driver> {
+        &self.lanes[id.index() % self.lanes.len()]
+    }
+}
+
+impl Drop for Node {
+    fn drop(&mut self) {
+        if self.lanes.iter().any(|lane| lane.check_owner().is_err()) {
+            // A process forked from the node's has none of its threads, and the sockets are not its own.
+            return;
+        }
+        self.lanes.iter().for_each(|lane| lane.close());
+        self.lanes.iter().for_each(|lane| lane.wait_stopped(LAST_WORDS));
+        // SAFETY: dropped here and nowhere else.
+        unsafe { ManuallyDrop::drop(&mut self.listeners) }
+    }
+}
+
+/// The cores lanes stay on: with other nodes on the same host, lane k of each of them shares a core,
+/// because lane k talks only to lane k. On a host of its own a node leaves that to the scheduler.
+fn cores_to_share(config: &Config, book: &Book) -> Vec<usize> {
+    let cores = driver::cores();
+    // With fewer lanes than cores, staying put would leave cores idle.
+    let spread = usize::from(book.cluster.lanes()) >= cores.len();
+    if config.pin && neighbours(config, book) > 1 && spread { cores } else { Vec::new() }
+}
+
+/// Whether there are as many nodes on this host as cores, or more: they have to let each other run.
+fn is_crowded(config: &Config, book: &Book) -> bool {
+    let cores = std::thread::available_parallelism().map_or(1, |n| n.get());
+    config.workers > 1 && neighbours(config, book) >= cores && book.job.layers.is_empty()
+}
+
+/// Nodes on this host, this one among them.
+fn neighbours(config: &Config, book: &Book) -> usize {
+    let host = &book.nodes[config.node().index()].host;
+    book.nodes.iter().filter(|n| n.host == *host).count()
+}
