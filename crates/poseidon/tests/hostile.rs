@@ -123,22 +123,22 @@ fn a_damaged_header() {
 }
 
 #[test]
-fn flags_of_another_version() {
+fn an_encoding_of_another_version() {
     let errors = Trial::worker().run(|fake| {
         let mut bytes = Header::bare(Kind::Heartbeat, fake.me, 0).encode();
         bytes[1] = 0x80;
-        // With a checksum that fits: CRC-32 is linear, so the flipped bits of a flag flip known
+        // With a checksum that fits: CRC-32 is linear, so the flipped bits of a byte flip known
         // bits of the sum.
         let flipped = |flag: u8| {
-            let mut head = [0u8; 28];
+            let mut head = [0u8; 36];
             head[1] = flag;
-            crc32(&head) ^ crc32(&[0; 28])
+            crc32(&head) ^ crc32(&[0; 36])
         };
-        let sum = u32::from_le_bytes(bytes[28..].try_into().unwrap()) ^ flipped(0x80);
-        bytes[28..].copy_from_slice(&sum.to_le_bytes());
+        let sum = u32::from_le_bytes(bytes[36..].try_into().unwrap()) ^ flipped(0x80);
+        bytes[36..].copy_from_slice(&sum.to_le_bytes());
         fake.write(ZERO, &bytes);
     });
-    says(&errors[0], &["worker 2 sent something that is not a frame", "flags 0x80"]);
+    says(&errors[0], &["worker 2 sent something that is not a frame", "encoding 128"]);
     all_name("worker 2", &errors);
 }
 
@@ -276,7 +276,7 @@ fn an_abort_carries_its_reason_to_everybody() {
     let errors = Trial::worker().run(|fake| {
         // Not even UTF-8 has to be trusted.
         let reason = b"the loss is \xff NaN";
-        let mut frame = Header::bare(Kind::Abort, fake.me, reason.len() as u32).encode().to_vec();
+        let mut frame = fake.bare(Kind::Abort, reason.len()).encode().to_vec();
         frame.extend_from_slice(reason);
         fake.write(ZERO, &frame);
     });
@@ -340,7 +340,7 @@ fn one_that_leaves_without_a_goodbye() {
 #[test]
 fn one_that_says_goodbye_too_early() {
     let errors = Trial::worker().run(|fake| {
-        let bye = Header::bare(Kind::Bye, fake.me, 0).encode();
+        let bye = fake.bare(Kind::Bye, 0).encode();
         [ZERO, NodeId(1)].iter().for_each(|&node| fake.write(node, &bye));
     });
     all_name("lost worker 2: it finished while others go on", &errors);
@@ -414,7 +414,7 @@ fn the_same_update_twice() {
 #[test]
 fn a_server_that_says_goodbye_too_early() {
     let errors = Trial { timeout: Duration::from_secs(20), ..Trial::server() }.run(|fake| {
-        let bye = Header::bare(Kind::Bye, fake.me, 0).encode();
+        let bye = fake.bare(Kind::Bye, 0).encode();
         [ZERO, NodeId(1)].iter().for_each(|&node| fake.write(node, &bye));
     });
     all_name("lost server 0 (node 2)", &errors);

@@ -120,6 +120,8 @@ pub(super) struct GroupChannel {
     tickets: u64,
     /// The number of the next collective.
     sequence: u64,
+    /// The collectives that were done last, and what they were.
+    done: VecDeque<(u64, Signature)>,
     /// By rank: messages sent to it.
     messages: Vec<u64>,
     /// What has become ready to be sent, and to which rank.
@@ -166,6 +168,7 @@ impl GroupChannel {
             operations: VecDeque::new(),
             tickets: 0,
             sequence: 0,
+            done: VecDeque::new(),
             messages: vec![0; size],
             outgoing: Vec::new(),
             arriving: vec![None; size],
@@ -245,6 +248,10 @@ impl GroupChannel {
             }
             operation.conclude();
             let completion = operation.completion.clone();
+            if let Key::Collective { sequence, signature } = operation.key {
+                self.done.truncate(REMEMBERED - 1);
+                self.done.push_front((sequence, signature));
+            }
             // Gone before it is reported: the program takes its tensors back.
             self.operations.remove(index);
             self.shared.report(&completion, Ok(()));
@@ -298,26 +305,31 @@ impl GroupChannel {
         let Some((theirs, place)) = Signature::read(header) else {
             return Err(garbage("a collective of an unknown type or operation".into()));
         };
+        let mismatch = |mine: Signature, theirs: String| Error::Mismatch {
+            sequence: place.sequence,
+            mine: format!("{} on {}", Words(mine), self.name(self.me.into())),
+            theirs: format!("{theirs} on {}", self.name(rank)),
+        };
         let at = |o: &&Operation| matches!(o.key, Key::Collective { sequence, .. } if sequence == place.sequence);
         let Some(operation) = self.operations.iter().find(at) else {
             if place.sequence >= self.sequence {
                 return Ok(None);
             }
+            let done = self.done.iter().find(|(sequence, _)| *sequence == place.sequence);
+            if let Some((_, mine)) = done.filter(|(_, mine)| *mine != theirs) {
+                return Err(mismatch(*mine, Words(theirs).to_string()));
+            }
             let words = format!("{} (collective {})", Words(theirs), place.sequence);
             return Err(garbage(format!("a piece of {words}, which is over here")));
         };
         let Key::Collective { signature, .. } = operation.key else { return Ok(None) };
-        let mismatch = |theirs: String| Error::Mismatch {
-            sequence: place.sequence,
-            mine: format!("{} on {}", Words(signature), self.name(self.me.into())),
-            theirs: format!("{theirs} on {}", self.name(rank)),
-        };
         if signature != theirs {
-            return Err(mismatch(Words(theirs).to_string()));
+            return Err(mismatch(signature, Words(theirs).to_string()));
         }
         let opened = operation.open(rank, place, header.length as usize);
-        let (region, mode) = opened
-            .map_err(|why| mismatch(format!("{} with other lengths ({why})", Words(theirs))))?;
+        let (region, mode) = opened.map_err(|why| {
+            mismatch(signature, format!("{} with other lengths ({why})", Words(theirs)))
+        })?;
         Ok(Some(Arriving { ticket: operation.ticket, place, region, mode, done: 0 }))
     }
 
@@ -434,7 +446,7 @@ impl Channel for GroupChannel {
             }
         };
         self.gone[rank].get_or_insert(how);
-        Ok(())
+        if undelivered { self.check_gone() } else { Ok(()) }
     }
 
     fn aborted(&self, from: NodeId, speaker: u32, reason: String) -> Error {
@@ -517,6 +529,9 @@ impl Drop for GroupChannel {
         self.shared.close(has_left(self.name(self.me.into())));
     }
 }
+
+/// Collectives that are done are remembered for so long, for the sake of ranks that did something else.
+const REMEMBERED: usize = 64;
 
 fn has_left(node: String) -> Error {
     Error::Aborted { node, reason: "it has left the group".into() }

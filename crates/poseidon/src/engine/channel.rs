@@ -42,7 +42,8 @@ pub(crate) trait Channel: Send {
     /// `from` has said goodbye to this channel: nothing more comes from it.
     fn handle_goodbye(&mut self, from: NodeId);
 
-    /// The link to `node` is gone. `undelivered`: with messages of this channel that it had not taken.
+    /// The link to `node` is gone. `undelivered`: with messages of this channel that it had not taken;
+    /// unless this is an error, they count as sent.
     fn handle_gone(&mut self, node: NodeId, why: &Gone, undelivered: bool) -> Result<(), Error>;
 
     /// `from` has stopped the channel, with this reason. `speaker` is whose words they are.

@@ -301,16 +301,20 @@ impl Engine {
             let Some(why) = peer.gone.clone().filter(|_| !peer.reported) else { continue };
             peer.reported = true;
             let node = peer.node();
-            let mut undelivered = BTreeSet::new();
-            let channels = &mut self.channels;
-            peer.discard(|id, receipt, payload| {
-                undelivered.insert(id);
-                channels.let_go(id, receipt, payload);
-            });
+            let mut undelivered = Vec::new();
+            peer.discard(|id, receipt, payload| undelivered.push((id, receipt, payload)));
             for (&id, slot) in &mut self.channels.open {
                 if slot.channel.members().contains(&node) {
-                    let told = slot.channel.handle_gone(node, &why, undelivered.contains(&id));
+                    let unsent = undelivered.iter().any(|(of, ..)| *of == id);
+                    let told = slot.channel.handle_gone(node, &why, unsent);
                     self.channels.faults.extend(told.err().map(|error| (id, error)));
+                }
+            }
+            // A channel that can do without what was not delivered goes on; the others must not take
+            // it for sent.
+            for (id, receipt, payload) in undelivered {
+                if !self.channels.faults.iter().any(|(failed, _)| *failed == id) {
+                    self.channels.let_go(id, receipt, payload);
                 }
             }
         }

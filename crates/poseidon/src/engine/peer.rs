@@ -384,6 +384,9 @@ impl Peer {
                 let most = MAX_ABORT;
                 self.garbage(format!("an Abort of {length} bytes, at most {most}"));
             }
+            Kind::Abort if header.channel == ChannelId::LINK => {
+                self.garbage("an Abort of no session and no group".into());
+            }
             Kind::Abort => self.state = State::Abort { header, text: vec![0; length], done: 0 },
             Kind::Control => self.garbage(format!("a {kind:?} frame on a lane")),
             _ if header.channel == ChannelId::LINK => {

@@ -59,12 +59,16 @@ impl Fake {
         chunks.filter(|(_, s)| *s == shard).map(|(key, _)| key).collect()
     }
 
+    /// A header that is about the whole session.
+    pub(crate) fn bare(&self, kind: Kind, length: usize) -> Header {
+        let (channel, epoch) = (ChannelId::FIRST, Epoch::FIRST);
+        Header { channel, epoch, ..Header::bare(kind, self.me, length as u32) }
+    }
+
     /// The header of this node's contribution to `chunk` at `clock`.
     pub(crate) fn push(&self, chunk: ChunkKey, clock: u64) -> Header {
-        let length = (self.plan.len(chunk) * size_of::<f32>()) as u32;
-        let (channel, epoch) = (ChannelId::FIRST, Epoch::FIRST);
-        let bare = Header::bare(Kind::Push, self.me, length);
-        Header { channel, epoch, chunk, clock: Clock(clock), ..bare }
+        let bare = self.bare(Kind::Push, self.plan.len(chunk) * size_of::<f32>());
+        Header { chunk, clock: Clock(clock), ..bare }
     }
 
     /// A frame of `header` with a payload of as many zeros as it says.
