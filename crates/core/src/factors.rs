@@ -170,6 +170,16 @@ impl Gather {
         Self { layer, layout: layout.clone(), me, chunks, sent: Clock(0), rounds }
     }
 
+    /// The layer has come back at `clock`, under another plan: it goes on from there.
+    pub fn resume(&mut self, clock: Clock) {
+        let missing = (self.layout.workers - 1) * self.chunks.len();
+        self.sent = clock;
+        for (clock, missing) in [(clock, 0), (clock.next(), missing)] {
+            let arrived = vec![false; self.chunks.len() * self.layout.workers];
+            self.rounds[place(clock)] = Round { clock, rate: None, arrived, missing };
+        }
+    }
+
     /// This worker's `rows` rows go out at `clock`, which is the next one. Returns the chunks to
     /// send to every other worker, and where they are: beyond this worker's block if a last one is
     /// too long for it.
@@ -255,7 +265,7 @@ impl Gather {
         awaited
             .zip(&round.arrived)
             .filter(|((worker, _), arrived)| {
-                self.sent > Clock(0) && !**arrived && *worker != self.me.index()
+                round.missing > 0 && !**arrived && *worker != self.me.index()
             })
             .map(|((worker, index), _)| {
                 (ChunkKey { layer: self.layer, index }, NodeId(worker as u16))

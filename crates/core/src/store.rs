@@ -75,6 +75,19 @@ pub enum Outcome {
     Lent,
 }
 
+/// Where a chunk's elements were left when their plan was replaced.
+#[derive(Clone, Copy, Debug)]
+pub struct Resumption<'a> {
+    /// The last clock that is complete.
+    pub clock: Clock,
+    /// Steps the rule took before the job's first clock: its state came from a checkpoint.
+    pub steps_before: u64,
+    /// The parameters after that clock. Empty if the shards keep none.
+    pub parameters: &'a [f32],
+    /// The update rule's vectors after that clock. Empty before its first step.
+    pub vectors: &'a [&'a [f32]],
+}
+
 /// A chunk that has waited too long.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Stall {
@@ -296,6 +309,26 @@ impl Store {
         slot.steps_before = steps;
         for (own, new) in slot.state.iter_mut().zip(vectors) {
             own.copy_from_slice(new);
+        }
+        true
+    }
+
+    /// Puts a chunk where its elements were left under another plan. False if the chunk is not here, or
+    /// if something has come for it already.
+    pub fn resume(&mut self, chunk: ChunkKey, from: &Resumption<'_>) -> bool {
+        let Ok(id) = self.slot(chunk) else { return false };
+        let slot = &mut self.slots[id as usize];
+        if slot.round.is_some() || slot.clock != Clock(0) {
+            return false;
+        }
+        slot.clock = from.clock.next();
+        slot.steps_before = from.steps_before;
+        if !self.optimizer.is_stateless() && slot.collects {
+            slot.parameters = Some(from.parameters.into());
+            slot.state = match from.vectors {
+                [] => vec![vec![0.0; slot.room]; self.optimizer.state_vectors()],
+                vectors => vectors.iter().map(|vector| vector.to_vec()).collect(),
+            };
         }
         true
     }

@@ -48,6 +48,12 @@ impl Syncer {
         Self { parts, arrived, clock: Clock(0), missing: 0 }
     }
 
+    /// The layer has come back at `clock`, under another plan: it goes on from there.
+    pub fn resume(&mut self, clock: Clock) {
+        debug_assert_eq!(self.missing, 0, "plans change between clocks");
+        self.clock = clock;
+    }
+
     /// Whether this lane holds nothing of the layer.
     pub fn is_empty(&self) -> bool {
         self.parts.is_empty()

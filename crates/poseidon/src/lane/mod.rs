@@ -40,6 +40,8 @@ pub(crate) enum Command {
     RuleState(LayerId, SyncSender<Vec<Piece>>),
     /// Put the update rule where it was after so many steps. Answers whether the vectors fit.
     RestoreRule(LayerId, u64, Arc<Vec<Vec<f32>>>, SyncSender<bool>),
+    /// From now on the session follows another plan. Nothing is in flight, on any node.
+    Replan(Box<PlanState>),
     /// Nothing more will be sent: say goodbye and serve until the others do.
     Finish,
     /// The program is unwinding: tell the others and stop.
@@ -137,6 +139,11 @@ impl SessionLane {
             }
             Command::RestoreRule(layer, steps, vectors, reply) => {
                 let _ = reply.try_send(self.state.restore_rule(layer, steps, &vectors));
+                Ok(())
+            }
+            Command::Replan(state) => {
+                debug_assert!(self.state.is_at_rest(), "plans change between clocks");
+                self.state = *state;
                 Ok(())
             }
             Command::Finish => {
@@ -322,6 +329,8 @@ impl Channel for SessionLane {
             match self.commands.try_recv() {
                 Ok(command) => {
                     polled.commanded = true;
+                    // Frames of the new plan may have come before it.
+                    polled.reconsider |= matches!(command, Command::Replan(_));
                     self.handle_command(command, now, out)?;
                 }
                 Err(TryRecvError::Empty) => break,

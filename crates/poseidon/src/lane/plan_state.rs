@@ -9,7 +9,7 @@ use crate::engine::channel::{Landing, Sent};
 use crate::engine::outbox::{Message, Payload};
 use crate::memory::exchange::{Exchange, Lent};
 use crate::memory::factors::{FactorMatrices, Rows};
-use poseidon_core::store::{Completed, Contribution, Outcome, Stall};
+use poseidon_core::store::{Completed, Contribution, Outcome, Resumption, Stall};
 use poseidon_core::queue::urgency;
 use poseidon_core::syncer::Part;
 use poseidon_core::wire::{Header, Kind};
@@ -336,6 +336,38 @@ impl PlanState {
             let vectors: Vec<_> = vectors.iter().map(|v| &v[part.range.clone()]).collect();
             store.restore_rule(part.key, steps, &vectors)
         })
+    }
+
+    /// Goes on with `layer` where another plan left it: the layer's clock, its steps before this job, its
+    /// parameters and the update rule's vectors, all of the whole layer.
+    pub(crate) fn resume(
+        &mut self,
+        layer: LayerId,
+        (clock, steps_before): (Clock, u64),
+        parameters: &[f32],
+        vectors: &[Vec<f32>],
+    ) {
+        self.syncers[layer.index()].resume(clock);
+        if let Some(gathering) = &mut self.gathers[layer.index()] {
+            gathering.gather.resume(clock);
+        }
+        let Some(store) = &mut self.store else { return };
+        for part in self.syncers[layer.index()].parts().iter().filter(|p| p.server == self.me) {
+            let range = part.range.clone();
+            let vectors: Vec<&[f32]> = vectors.iter().map(|v| &v[range.clone()]).collect();
+            let parameters = parameters.get(range).unwrap_or_default();
+            let from = Resumption { clock, steps_before, parameters, vectors: &vectors };
+            let resumed = store.resume(part.key, &from);
+            debug_assert!(resumed, "a new store has all of its plan's chunks, and nothing in them");
+        }
+    }
+
+    /// Whether nothing is in flight: then the plan may be replaced.
+    pub(crate) fn is_at_rest(&self) -> bool {
+        self.exchanges.iter().all(Option::is_none)
+            && self.unsent.iter().all(|&unsent| unsent == 0)
+            && self.own.is_empty()
+            && self.completed.is_empty()
     }
 
     pub(crate) fn has_own_work(&self) -> bool {

@@ -1,0 +1,154 @@
+//! Another plan in the middle of training: other chunks, other shards, another scheme for a layer.
+
+use crate::collectives::{Request, Tensor, Terms};
+use crate::lane::Command;
+use crate::session::layers::{Layers, RebuildThread};
+use crate::session::patience;
+use crate::{Book, Error, Group, Session};
+use poseidon_core::plan::Rules;
+use poseidon_core::{Clock, Dtype, LayerId, ReduceOp};
+use serde_json::json;
+use std::ptr::NonNull;
+use std::sync::Arc;
+
+/// What a layer's update rule has when its plan is replaced.
+struct LayerPosition {
+    clock: Clock,
+    initialised: bool,
+    steps_before: u64,
+    /// The rule's vectors, whole. None before the first step, and where the rule keeps none.
+    vectors: Vec<Vec<f32>>,
+}
+
+impl Session {
+    /// Replaces the plan by the one that `rules` make, in the next epoch. Every worker calls it with the
+    /// same rules between two steps, when it has received every layer.
+    ///
+    /// Training goes on as if nothing had happened: clocks, parameters and what the update rule
+    /// remembers move to where the new plan wants them. `parameters` gives a layer's current values, as
+    /// the last [`receive`](Self::receive) gave them; it is asked only if the update rule has
+    /// parameters.
+    pub fn replan<'a>(
+        &mut self,
+        rules: Rules,
+        parameters: impl Fn(LayerId) -> &'a [f32],
+    ) -> Result<(), Error> {
+        self.check_no_dedicated_server()?;
+        for layer in self.layers.ids() {
+            self.check_landed(layer, &*self.state(layer)?)?;
+        }
+        let epoch = self.parts.plan.epoch.next();
+        let mut job = self.parts.book.job.clone();
+        job.chunk = rules.chunk;
+        job.placement = rules.placement;
+        job.scheme = rules.policy;
+        job.batch = rules.batch;
+        let book = Arc::new(Book { epoch, job, ..Book::clone(&self.parts.book) });
+        let stateless = book.job.optimizer.is_stateless();
+        let mut values: Vec<&[f32]> = Vec::new();
+        for layer in self.layers.ids() {
+            let of_layer = if stateless { &[][..] } else { parameters(layer) };
+            let (expected, got) = (book.job.layers[layer.index()].len, of_layer.len());
+            if !stateless && got != expected {
+                let (layer, what) = (self.name(layer), "values");
+                return Err(Error::Length { layer, what, expected, got });
+            }
+            values.push(of_layer);
+        }
+        // When this returns, every worker has received everything of the old plan.
+        self.agree_on(&book)?;
+        let positions = self.positions()?;
+
+        let (states, matrices) = self.parts.prepare(&self.node, &book);
+        for mut state in states {
+            for (layer, position) in self.layers.ids().zip(&positions) {
+                if position.initialised || position.clock > Clock(0) {
+                    let at = (position.clock, position.steps_before);
+                    state.state.resume(layer, at, values[layer.index()], &position.vectors);
+                }
+            }
+            self.parts.command(state.lane, Command::Replan(Box::new(state.state)));
+        }
+        self.parts.replace(book, matrices);
+        self.replace_layers(positions)
+    }
+
+    /// Waits until every worker wants the same.
+    fn agree_on(&self, book: &Book) -> Result<(), Error> {
+        let epoch = book.epoch;
+        let jobs = self.gather(&format!("plan of epoch {epoch}"), &json!(book.job))?;
+        let own = &jobs[usize::from(self.rank())];
+        match jobs.iter().position(|job| job != own) {
+            None => Ok(()),
+            Some(other) => Err(Error::Config(format!(
+                "workers {} and {other} want different plans for epoch {epoch}",
+                self.rank()
+            ))),
+        }
+    }
+
+    /// What every layer's rule has, put together from all shards.
+    fn positions(&self) -> Result<Vec<LayerPosition>, Error> {
+        let mut group = None;
+        let mut positions = Vec::new();
+        for layer in self.layers.ids() {
+            let held = self.rule_state(layer)?;
+            let state = self.state(layer)?;
+            let (clock, initialised) = (state.clock, state.initialised);
+            let steps_before = state.steps_before;
+            drop(state);
+            let stepped = initialised || clock > Clock(0);
+            let mut vectors = if stepped { held.vectors } else { Vec::new() };
+            if !vectors.is_empty() && group.is_none() && self.workers() > 1 {
+                let name = format!("plan of epoch {}", self.parts.plan.epoch.next());
+                group = Some(self.group(&name)?);
+            }
+            for vector in &mut vectors {
+                if let Some(group) = &group {
+                    self.unite(group, vector)?;
+                }
+            }
+            positions.push(LayerPosition { clock, initialised, steps_before, vectors });
+        }
+        Ok(positions)
+    }
+
+    /// Every worker has some elements and zeros elsewhere. Afterwards every worker has all of them, bit
+    /// by bit: adding up would lose the sign of a negative zero.
+    fn unite(&self, group: &Group, vector: &mut Vec<f32>) -> Result<(), Error> {
+        let Some(start) = NonNull::new(vector.as_mut_ptr().cast()) else { return Ok(()) };
+        // SAFETY: the vector is not touched until the operation is done, and if the operation fails it
+        // is given up: the group has let go of it before it says so.
+        let tensor = unsafe { Tensor::from_raw(start, vector.len(), Dtype::I32) };
+        let terms = Terms { timeout: self.timeout, waits: true };
+        let request = Request::AllReduce { tensor, op: ReduceOp::BitOr };
+        group.begin(request, terms, Box::new(()))?.wait(2 * self.timeout)?;
+        Ok(())
+    }
+
+    /// The layers go on with the new plan's matrices. What the rule keeps of layers by factors is here.
+    fn replace_layers(&mut self, positions: Vec<LayerPosition>) -> Result<(), Error> {
+        let threads = self.layers.threads();
+        // It holds the old layers until it has stopped.
+        self.rebuild_thread = None;
+        let job = &self.parts.book.job;
+        let (matrices, tiles) = (self.parts.matrices.clone(), self.parts.book.tiles());
+        let layers = Layers::new(matrices, job.optimizer.clone(), threads, tiles);
+        for (layer, position) in layers.ids().zip(positions) {
+            let mut state = layers.state(layer).expect("as many layers as before");
+            state.clock = position.clock;
+            state.initialised = position.initialised;
+            state.steps_before = position.steps_before;
+            if layers.matrices(layer).is_some() {
+                state.rebuilder.state = position.vectors;
+            }
+        }
+        self.layers = Arc::new(layers);
+        if self.parts.matrices.iter().any(Option::is_some) {
+            let (layers, board) = (self.layers.clone(), self.parts.board.clone());
+            self.rebuild_thread =
+                Some(RebuildThread::start(layers, board, patience(self.timeout))?);
+        }
+        Ok(())
+    }
+}
