@@ -6,7 +6,7 @@ use crate::{ChunkKey, Clock, Dtype, LaneId, LayerId, NodeId, ReduceOp};
 use serde::{Deserialize, Serialize};
 
 /// The version this build speaks.
-pub const VERSION: u16 = 4;
+pub const VERSION: u16 = 5;
 /// First bytes of every connection.
 pub const MAGIC: [u8; 8] = *b"POSEIDON";
 /// Longest reason an `Abort` may carry, in bytes.
@@ -74,7 +74,7 @@ pub enum HeaderError {
     /// A kind this version does not know.
     #[error("unknown frame kind {0}")]
     Kind(u8),
-    /// Flags are zero in version 4.
+    /// Flags are zero in version 5.
     #[error("unknown frame flags {0:#04x}")]
     Flags(u8),
 }
@@ -488,15 +488,15 @@ mod tests {
             cluster: [0xaa; 16],
             nonce: [0xbb; 32],
         };
-        let mut bytes = *b"POSEIDON\x04\x00\x01\x00\x07\x00\x03\x00aaaaaaaaaaaaaaaabbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbb";
+        let mut bytes = *b"POSEIDON\x05\x00\x01\x00\x07\x00\x03\x00aaaaaaaaaaaaaaaabbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbb";
         bytes[16..32].fill(0xaa);
         bytes[32..].fill(0xbb);
         assert_eq!(hello.encode(), bytes);
         assert_eq!(Hello::decode(&bytes), Ok(hello));
 
-        let challenge = Challenge { status: Status::Welcome, version: 4, nonce: [0xcc; 32] };
+        let challenge = Challenge { status: Status::Welcome, version: 5, nonce: [0xcc; 32] };
         let mut bytes =
-            *b"POSEIDON\x04\x00\x00\x00\x00\x00\x00\x00cccccccccccccccccccccccccccccccc";
+            *b"POSEIDON\x05\x00\x00\x00\x00\x00\x00\x00cccccccccccccccccccccccccccccccc";
         bytes[16..].fill(0xcc);
         assert_eq!(challenge.encode(), bytes);
         assert_eq!(Challenge::decode(&bytes), Ok(challenge));

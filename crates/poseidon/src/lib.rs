@@ -54,8 +54,8 @@ pub use node::Traffic;
 pub use poseidon_core::plan::Placement;
 pub use poseidon_core::store::Order;
 pub use poseidon_core::{
-    ChunkSize, Clock, Cluster, Dtype, Layer, LayerId, LayerKind, NodeId, Optimizer, Plan, Policy,
-    ReduceOp, Reduction, Scheme, Servers,
+    ChunkSize, Clock, Cluster, Dtype, Epoch, JobId, Layer, LayerId, LayerKind, NodeId, Optimizer,
+    Plan, Policy, ReduceOp, Reduction, Scheme, Servers,
 };
 pub use poseidon_link::Secret;
 pub use server::serve;
