@@ -361,8 +361,7 @@ fn value_error(error: impl std::fmt::Display) -> PyErr {
     PyValueError::new_err(error.to_string())
 }
 
-/// The scheme for a fully connected layer among colocated workers, why, and how many bytes fewer than by
-/// the other a worker sends in a step.
+/// The scheme for a fully connected layer among colocated workers, and why.
 #[pyfunction]
 #[pyo3(signature = (m, n, batch, workers, policy="auto"))]
 fn choose(
@@ -371,14 +370,12 @@ fn choose(
     batch: usize,
     workers: u16,
     policy: &str,
-) -> PyResult<(String, String, i64)> {
+) -> PyResult<(String, String)> {
     let cluster = Cluster::new(workers, Servers::Colocated, 1).map_err(value_error)?;
     let layer = Layer { kind: LayerKind::Fc { m, n }, ..Layer::new("", m * n) };
     let policy: Policy = policy.parse().map_err(value_error)?;
     let choice = scheme::choose(&layer, &cluster, Some(batch), policy);
-    // As many go out as come in.
-    let saved = choice.saved / 2 * size_of::<f32>() as i64;
-    Ok((choice.scheme.to_string(), choice.reason, saved))
+    Ok((choice.scheme.to_string(), choice.reason))
 }
 
 #[pymodule]

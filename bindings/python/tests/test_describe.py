@@ -90,3 +90,15 @@ def test_as_a_command(tmp_path, monkeypatch, capsys):
         monkeypatch.setattr(sys, "argv", ["describe", *args])
         with pytest.raises(SystemExit, match=re.escape(words)):
             main()
+
+
+def test_factors_that_save_less_than_messages_cost_do_not_go():
+    import poseidon.torch as psd
+    from poseidon import _native
+
+    scheme, why = _native.choose(64, 64, 8, 8)
+    assert scheme == "ps" and "less than messages of their own cost (16 KiB)" in why
+    assert _native.choose(64, 64, 8, 8, "sfb")[0] == "sfb"
+    table = psd.plan(nn.Sequential(nn.Linear(64, 64), nn.Linear(1024, 1024)), batch=8, workers=8)
+    schemes = {line.split()[0]: line.split()[2] for line in table.splitlines()}
+    assert schemes["0.weight"] == "ps" and schemes["1.weight"] == "sfb"

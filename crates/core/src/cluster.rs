@@ -6,6 +6,7 @@ use std::{fmt, str::FromStr};
 
 /// The nodes of a job. Workers are nodes `0..workers`, dedicated servers follow.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(try_from = "Unchecked")]
 pub struct Cluster {
     workers: u16,
     servers: Servers,
@@ -126,6 +127,22 @@ impl Cluster {
     }
 }
 
+/// A cluster as it comes from another process.
+#[derive(Deserialize)]
+struct Unchecked {
+    workers: u16,
+    servers: Servers,
+    lanes: u16,
+}
+
+impl TryFrom<Unchecked> for Cluster {
+    type Error = ClusterError;
+
+    fn try_from(cluster: Unchecked) -> Result<Self, ClusterError> {
+        Self::new(cluster.workers, cluster.servers, cluster.lanes)
+    }
+}
+
 impl Servers {
     /// Nodes that are servers only.
     pub fn extra(self) -> u16 {
@@ -199,6 +216,20 @@ mod tests {
         assert_eq!(Cluster::new(1, Servers::Colocated, 0), Err(ClusterError::NoLanes));
         let crowd = Cluster::new(u16::MAX, Servers::Colocated, 1);
         assert_eq!(crowd, Err(ClusterError::TooManyNodes(65535)));
+    }
+
+    #[test]
+    fn impossible_clusters_are_not_read() {
+        let read = |text: &str| serde_json::from_str::<Cluster>(text).map_err(|e| e.to_string());
+        let cluster = Cluster::new(2, Servers::Mixed(1), 4).unwrap();
+        assert_eq!(read(&serde_json::to_string(&cluster).unwrap()), Ok(cluster));
+        let refused = |text| read(text).unwrap_err();
+        let words = refused(r#"{"workers": 2, "servers": "colocated", "lanes": 0}"#);
+        assert!(words.contains("at least 1 lane, got 0"), "{words}");
+        let words = refused(r#"{"workers": 0, "servers": "colocated", "lanes": 1}"#);
+        assert!(words.contains("at least 1 worker, got 0"), "{words}");
+        let words = refused(r#"{"workers": 2, "servers": "0", "lanes": 1}"#);
+        assert!(words.contains("at least 1 of them, got 0"), "{words}");
     }
 
     #[test]

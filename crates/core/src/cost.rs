@@ -3,6 +3,16 @@
 //! Costs count parameters that cross one node's network interface in one step, in both directions
 //! together. They are `f64`s because a layer on a shard is a fraction of a layer.
 
+/// What a layer's factors must save to be worth messages of their own: 16 KiB that a worker sends, and as many that it
+/// receives, in parameters.
+///
+/// Whatever its size, a layer that goes by factors costs every worker a copy of its rows, a frame to and from every
+/// other worker, and a matrix product and a step of its own; by parameter server it shares frames and steps with its
+/// neighbours. The PyTorch plug-in takes 0.1 ms for that, in which 1 Gbit/s carries 12 KiB. A net of a hundred Linear
+/// layers of 64 x 64 on 8 workers ("deep" in `bench/runs/2026-11-16-torch`) has steps of 150 ms: by factors it would
+/// save no byte, and spend 10 ms of each on messages.
+pub const MESSAGE: f64 = 2.0 * (16 << 10) as f64 / size_of::<f32>() as f64;
+
 /// A fully connected layer and the cluster that trains it.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Setting {

@@ -1,6 +1,7 @@
 //! Poseidon's pure core: no I/O, no threads, no clock, no environment.
 //!
 //! * [`layer`], [`cluster`]: what is trained, and on which nodes.
+//! * [`book`]: what every node knows about the job: the two, the nodes' addresses, and an epoch.
 //! * [`overlap`]: how much of synchronising may run beside computing.
 //! * [`cost`], [`scheme`]: what it costs to synchronise a layer, and the cheapest exact way.
 //! * [`chunk`], [`plan`]: how a layer is cut into chunks and where each chunk lives.
@@ -15,6 +16,7 @@
 //! asked to reduce.
 #![forbid(unsafe_code)]
 
+pub mod book;
 pub mod chunk;
 pub mod cluster;
 pub mod cost;
@@ -33,10 +35,11 @@ pub mod wire;
 mod ids;
 mod violation;
 
+pub use book::{Book, Job, NodeFacts};
 pub use chunk::{ChunkKey, ChunkSize, Chunks};
 pub use cluster::{Cluster, Role, Servers};
 pub use factors::Gather;
-pub use ids::{ChannelId, Clock, Epoch, LaneId, LayerId, NodeId};
+pub use ids::{ChannelId, Clock, Epoch, JobId, LaneId, LayerId, NodeId};
 pub use layer::{Layer, LayerKind};
 pub use optim::{Optimizer, Reduction};
 pub use overlap::Overlap;

@@ -3,7 +3,9 @@
 use crate::chunk::elements;
 use crate::factors::Layout;
 use crate::scheme::{Choice, Policy, Scheme, choose};
-use crate::{ChunkKey, ChunkSize, Chunks, Cluster, LaneId, Layer, LayerId, LayerKind, NodeId};
+use crate::{
+    ChunkKey, ChunkSize, Chunks, Cluster, Epoch, LaneId, Layer, LayerId, LayerKind, NodeId,
+};
 use serde::{Deserialize, Serialize};
 
 /// The part of the store that one lane of one server node holds.
@@ -52,11 +54,11 @@ pub struct Way {
     pub batch: Option<usize>,
 }
 
-/// Layer → scheme and chunks, and chunk → shard, with a version.
+/// Layer → scheme and chunks, and chunk → shard.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Plan {
-    /// Grows when the plan is replaced; nodes switch at an agreed clock.
-    pub version: u32,
+    /// That of the book it was made from.
+    pub epoch: Epoch,
     layers: Vec<LayerPlan>,
 }
 
@@ -69,7 +71,8 @@ struct LayerPlan {
 }
 
 impl Plan {
-    /// Chooses a scheme for each of `layers` and places their chunks on the servers of `cluster`.
+    /// Chooses a scheme for each of `layers` and places their chunks on the servers of `cluster`, for
+    /// a job's first epoch.
     pub fn new(cluster: &Cluster, layers: &[Layer], rules: Rules) -> Self {
         let Rules { chunk, placement, policy, batch } = rules;
         let way = |layer: &Layer| {
@@ -116,7 +119,12 @@ impl Plan {
             place_evenly(cluster, even.into_iter().map(|(layer, _)| layer).collect(), chunk);
             place_whole(cluster, whole.into_iter().map(|(layer, _)| layer).collect());
         }
-        Self { version: 1, layers: plans }
+        Self { epoch: Epoch::FIRST, layers: plans }
+    }
+
+    /// The same plan for a book of another epoch.
+    pub fn in_epoch(self, epoch: Epoch) -> Self {
+        Self { epoch, ..self }
     }
 
     /// How `layer` is synchronised and why. `None` if there is no such layer.

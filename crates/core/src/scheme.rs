@@ -1,6 +1,6 @@
 //! How a layer is synchronised, and which way is the cheapest exact one for it.
 
-use crate::cost::Setting;
+use crate::cost::{MESSAGE, Setting};
 use crate::{Cluster, Layer, LayerKind, Servers};
 use serde::{Deserialize, Serialize};
 use std::{fmt, str::FromStr};
@@ -22,7 +22,7 @@ pub enum Scheme {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Policy {
-    /// For every layer the one that moves the fewest bytes.
+    /// For every layer the one that moves the fewest bytes, where that is worth messages of their own.
     #[default]
     Auto,
     /// Parameter server for every layer.
@@ -36,17 +36,15 @@ pub enum Policy {
 pub struct Choice {
     /// How the layer is synchronised.
     pub scheme: Scheme,
-    /// How many parameters fewer than by the other scheme cross the busiest node's network interface
-    /// in one step, in both directions together; 0 if no other was compared, negative for a dearer one as told.
-    pub saved: i64,
     /// The reason, for people.
     pub reason: String,
 }
 
-/// The scheme for `layer` (Poseidon 2017, Algorithm 1). `batch` is how many samples a worker has per
-/// step; `None` if factors will not be sent.
+/// The scheme for `layer`: Poseidon 2017, Algorithm 1, with the busiest node of this very cluster
+/// (`docs/adr/0013-algorithm-1-with-dedicated-servers.md`) and a cost per message. `batch` is how many samples a worker
+/// has per step; `None` if factors will not be sent.
 pub fn choose(layer: &Layer, cluster: &Cluster, batch: Option<usize>, policy: Policy) -> Choice {
-    let ps = |reason: &str| Choice { scheme: Scheme::Ps, saved: 0, reason: reason.into() };
+    let ps = |reason: &str| Choice { scheme: Scheme::Ps, reason: reason.into() };
     let LayerKind::Fc { m, n } = layer.kind else {
         return ps("its gradient has no factors");
     };
@@ -67,15 +65,25 @@ pub fn choose(layer: &Layer, cluster: &Cluster, batch: Option<usize>, policy: Po
         Servers::Colocated | Servers::Mixed(_) => setting.ps_both(),
     };
     let factors = setting.sfb_worker();
-    let saved = (matrices - factors) as i64;
-    let (scheme, sign) = if factors <= matrices { (Scheme::Sfb, "≤") } else { (Scheme::Ps, ">") };
+    let saved = matrices - factors;
     let (factors, matrices) = (Count(factors), Count(matrices));
-    if policy == Policy::Sfb {
-        let reason = format!("as told: factors {factors}, matrices {matrices} parameters per node");
-        return Choice { scheme: Scheme::Sfb, saved, reason };
-    }
-    let reason = format!("factors {factors} {sign} matrices {matrices} parameters per node");
-    Choice { scheme, saved: saved.abs(), reason }
+    let (scheme, reason) = if policy == Policy::Sfb {
+        let words = format!("as told: factors {factors}, matrices {matrices} parameters per node");
+        (Scheme::Sfb, words)
+    } else if saved < 0.0 {
+        (Scheme::Ps, format!("factors {factors} > matrices {matrices} parameters per node"))
+    } else if saved < MESSAGE {
+        // Half of what crosses the interface is sent.
+        let bytes = |parameters: f64| parameters / 2.0 * size_of::<f32>() as f64 / 1024.0;
+        let (saved, cost) = (bytes(saved), bytes(MESSAGE));
+        let words = format!(
+            "factors would save {saved:.1} KiB per node, less than messages of their own cost ({cost:.0} KiB)"
+        );
+        (Scheme::Ps, words)
+    } else {
+        (Scheme::Sfb, format!("factors {factors} ≤ matrices {matrices} parameters per node"))
+    };
+    Choice { scheme, reason }
 }
 
 /// A number of parameters as people say it.
@@ -148,13 +156,49 @@ mod tests {
 
     #[test]
     fn the_choice_turns_where_the_formula_does() {
-        // 2K(P-1)(M+N) against 4MN(P-1)/P: with M = N and P = 4 they are equal at K = M/4.
+        // 2K(P-1)(M+N) against 4MN(P-1)/P: with M = N and P = 4 they are equal at K = M/4, and at one less they
+        // differ by 12,288 parameters, which is more than a message costs.
         let layer = fc(1024, 1024);
-        assert_eq!(scheme(&layer, 4, Servers::Colocated, 256), Scheme::Sfb);
-        assert_eq!(scheme(&layer, 4, Servers::Colocated, 257), Scheme::Ps);
-        // One dedicated server for 4 workers moves 8MN, so factors pay longer: up to K = 2M/3.
+        assert_eq!(scheme(&layer, 4, Servers::Colocated, 255), Scheme::Sfb);
+        assert_eq!(scheme(&layer, 4, Servers::Colocated, 256), Scheme::Ps);
+    }
+
+    /// ADR 0013. Nodes that only serve have other costs than nodes that are both, which is the cell of Table 1 that
+    /// Algorithm 1 names; with it, the choice would turn at K = 512 with one server and at K = 256 with four.
+    #[test]
+    fn with_dedicated_servers_the_busiest_of_their_nodes_decides() {
+        let layer = fc(1024, 1024);
+        // One server for 4 workers moves 8MN: factors pay up to K = 2M/3.
         assert_eq!(scheme(&layer, 4, Servers::Dedicated(1), 682), Scheme::Sfb);
         assert_eq!(scheme(&layer, 4, Servers::Dedicated(1), 683), Scheme::Ps);
+        // Four of them move 2MN each, as much as a worker: factors pay up to K = M/6.
+        assert_eq!(scheme(&layer, 4, Servers::Dedicated(4), 170), Scheme::Sfb);
+        assert_eq!(scheme(&layer, 4, Servers::Dedicated(4), 171), Scheme::Ps);
+    }
+
+    /// Factors that save less than 16 KiB per worker are not worth messages of their own, unless they are told to go.
+    #[test]
+    fn a_message_costs_something() {
+        let cluster = Cluster::new(8, Servers::Colocated, 1).unwrap();
+        // 64 x 64 at K = 8: 14,336 parameters either way.
+        let choice = choose(&fc(64, 64), &cluster, Some(8), Policy::Auto);
+        assert_eq!(choice.scheme, Scheme::Ps);
+        let words =
+            "factors would save 0.0 KiB per node, less than messages of their own cost (16 KiB)";
+        assert_eq!(choice.reason, words);
+        // 128 x 128 at K = 12 or 13: 57,344 parameters as matrices, 43,008 or 46,592 as factors; the difference is
+        // 28.0 or 21.0 KiB each way. At K = 14 it is 14.0 KiB.
+        for (batch, expected) in [(12, Scheme::Sfb), (13, Scheme::Sfb), (14, Scheme::Ps)] {
+            let choice = choose(&fc(128, 128), &cluster, Some(batch), Policy::Auto);
+            assert_eq!(choice.scheme, expected, "{}", choice.reason);
+        }
+        let told = choose(&fc(64, 64), &cluster, Some(8), Policy::Sfb);
+        assert_eq!(told.scheme, Scheme::Sfb);
+        assert!(
+            told.reason.starts_with("as told: factors 14.3K, matrices 14.3K"),
+            "{}",
+            told.reason
+        );
     }
 
     #[test]
@@ -166,9 +210,7 @@ mod tests {
         let choice = choose(&fc(4096, 4096), &cluster, None, Policy::Auto);
         assert_eq!(choice.scheme, Scheme::Ps);
         assert!(choice.reason.contains("batch size is not known"));
-        assert_eq!(choice.saved, 0);
         let choice = choose(&fc(10, 10), &cluster, Some(1000), Policy::Auto);
-        assert_eq!(choice.saved, 119_700);
         assert!(choice.reason.starts_with("factors 120.0K > matrices 300"), "{}", choice.reason);
     }
 

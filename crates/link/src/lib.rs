@@ -21,7 +21,7 @@ mod stream;
 pub use connect::{Address, Caller, ConnectError, connect};
 pub use handshake::HandshakeError;
 pub use listener::{BindError, Listener, Serving};
-pub use secret::{Credentials, EmptySecret, Secret};
+pub use secret::{Credentials, EmptySecret, Secret, random_bytes};
 pub use stream::{SOCKET_BUFFER, Stream};
 
 use std::fmt;

@@ -47,11 +47,16 @@ impl fmt::Debug for Secret {
     }
 }
 
-/// 128 bits nobody can guess.
-pub(crate) fn random_number() -> io::Result<u128> {
+/// 16 bytes nobody can guess.
+pub fn random_bytes() -> io::Result<[u8; 16]> {
     let mut bytes = [0; 16];
     getrandom::fill(&mut bytes)?;
-    Ok(u128::from_ne_bytes(bytes))
+    Ok(bytes)
+}
+
+/// 128 bits nobody can guess.
+pub(crate) fn random_number() -> io::Result<u128> {
+    random_bytes().map(u128::from_ne_bytes)
 }
 
 #[cfg(test)]

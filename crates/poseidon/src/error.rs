@@ -2,6 +2,7 @@
 
 use crate::GatherError;
 use crate::job::coordinator::RendezvousError;
+use poseidon_core::book::JobError;
 use poseidon_core::cluster::ClusterError;
 use poseidon_core::optim::OptimizerError;
 use poseidon_core::{Clock, Scheme, Violation};
@@ -287,6 +288,15 @@ impl Error {
     pub(crate) fn io(what: impl Into<String>) -> impl FnOnce(std::io::Error) -> Self {
         let what = what.into();
         move |why| Self::Io { what, why: Arc::new(why) }
+    }
+}
+
+impl From<JobError> for Error {
+    fn from(error: JobError) -> Self {
+        match error {
+            JobError::Optimizer(error) => Self::Optimizer(error),
+            other => Self::Config(other.to_string()),
+        }
     }
 }
 

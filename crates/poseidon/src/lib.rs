@@ -45,6 +45,7 @@ mod node;
 mod server;
 
 pub use collectives::Group;
+pub use engine::traffic::Traffic;
 pub use error::Error;
 pub use job::book::{Book, Job, NodeFacts};
 pub use job::config::{self, Config};
@@ -52,12 +53,11 @@ pub use job::coordinator::{self, Coordinator};
 pub use job::gather::GatherError;
 pub use memory::buffer::{self, Buffer};
 pub use memory::factors::Factors;
-pub use engine::traffic::Traffic;
 pub use poseidon_core::plan::Placement;
 pub use poseidon_core::store::Order;
 pub use poseidon_core::{
-    ChunkSize, Clock, Cluster, Dtype, Layer, LayerId, LayerKind, NodeId, Optimizer, Plan, Policy,
-    ReduceOp, Reduction, Scheme, Servers,
+    ChunkSize, Clock, Cluster, Dtype, Epoch, JobId, Layer, LayerId, LayerKind, NodeId, Optimizer,
+    Plan, Policy, ReduceOp, Reduction, Scheme, Servers,
 };
 pub use poseidon_link::Secret;
 pub use server::serve;

@@ -314,6 +314,19 @@ fn a_node_that_joins_and_never_connects_is_named() {
     });
 }
 
+/// A session checks its job before it joins. Another program may not, and the coordinator refuses its job.
+#[test]
+fn the_coordinator_refuses_a_job_that_makes_no_sense() {
+    without_hanging(|| {
+        let (_coordinator, config) = Layout::workers(2).coordinator();
+        let kind = LayerKind::Fc { m: 4, n: 5 };
+        let layers = vec![Layer { kind, ..Layer::new("fc", 7) }];
+        let reason = register(&config, Some(&Job { layers, ..job() }), "elsewhere").unwrap_err();
+        assert!(reason.contains("worker 0") && reason.contains("layer 'fc'"), "{reason}");
+        assert!(reason.contains("expected at least 1 of each, and 20 parameters"), "{reason}");
+    });
+}
+
 #[test]
 fn unix_sockets_only_and_a_node_on_another_host() {
     without_hanging(|| {

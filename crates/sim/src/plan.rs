@@ -45,7 +45,7 @@ impl Setup {
         };
         if self.adam_push(id).is_some() {
             let reason = "as told: factors to one server, matrices back".into();
-            let choice = Choice { scheme: Scheme::Ps, saved: 0, reason };
+            let choice = Choice { scheme: Scheme::Ps, reason };
             return Way { choice, placement: Placement::PerTensor, batch };
         }
         let choice = choose(layer, &self.cluster, batch, policy);

@@ -55,7 +55,7 @@ pub struct Setup {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum SchemeRule {
-    /// The way that moves the fewest bytes.
+    /// As core's choice says: the way that moves the fewest bytes, where that is worth messages of their own.
     #[default]
     Auto,
     /// Parameter server.

@@ -423,3 +423,30 @@ fn nonsense_is_refused_with_the_number() {
         words(|s| s.failures.push(Failure { node: NodeId(2), at: Duration::ZERO })).contains("2")
     );
 }
+
+/// Algorithm 1 with dedicated servers (ADR 0013): the scheme whose busiest node moves less is the faster one, also
+/// where the formula for nodes that are both (Poseidon 2017, Table 1) says the opposite.
+#[test]
+fn with_dedicated_servers_the_chosen_scheme_is_the_faster_one() {
+    // On 4 workers, the paper's formula turns to matrices above K = 2048 with 1 server, ours above 2730; with 4
+    // servers the paper's turns above 1024, ours above 682.
+    for (servers, batch, chosen) in [
+        (1, 2049, Scheme::Sfb),
+        (1, 2700, Scheme::Sfb),
+        (4, 720, Scheme::Ps),
+        (4, 1024, Scheme::Ps),
+    ] {
+        let kind = LayerKind::Fc { m: 4096, n: 4096 };
+        let mut setup = one_layer(4096 * 4096, kind, 1e7);
+        setup.cluster = Cluster::new(4, Servers::Dedicated(servers), 1).unwrap();
+        setup.batch = batch;
+        let seconds = |scheme| run(&Setup { scheme, ..setup.clone() }).iteration_seconds;
+        let (ps, sfb) = (seconds(SchemeRule::Ps), seconds(SchemeRule::Sfb));
+        let faster = if sfb <= ps { Scheme::Sfb } else { Scheme::Ps };
+        let auto = Setup { scheme: SchemeRule::Auto, ..setup };
+        let choice = auto.plan().choice(LayerId(0)).unwrap().scheme;
+        let both =
+            format!("{servers} servers, K = {batch}: {ps} s by matrices, {sfb} s by factors");
+        assert_eq!((choice, faster), (chosen, chosen), "{both}");
+    }
+}

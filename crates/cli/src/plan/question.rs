@@ -66,8 +66,8 @@ pub(crate) struct Flags {
     #[arg(long, value_name = "TIME", value_parser = duration, allow_hyphen_values = true, help_heading = NETWORK)]
     latency: Option<Duration>,
 
-    /// How fully connected layers go: 'auto' is whatever moves fewer bytes; 'adam' (factors to one
-    /// server, matrices back) is there to compare with.
+    /// How fully connected layers go: 'auto' is by factors if that saves a worker 16 KiB a step, and
+    /// through servers if not; 'adam' (factors to one server, matrices back) is there to compare with.
     #[arg(long, value_name = "auto|ps|sfb|adam", default_value = "auto", help_heading = EXCHANGE)]
     scheme: SchemeRule,
 

@@ -101,7 +101,11 @@ pub(super) struct Start {
 
 impl Operation {
     /// The operation of `request`, which was checked. What can be sent at once goes to `send`.
-    pub(super) fn begin(request: &Request, start: Start, mut send: impl FnMut(usize, Message)) -> Self {
+    pub(super) fn begin(
+        request: &Request,
+        start: Start,
+        mut send: impl FnMut(usize, Message),
+    ) -> Self {
         let (me, size) = (usize::from(start.me), usize::from(start.size));
         let Start { ticket, sequence, begun, deadline, completion, .. } = start;
         let signature = request.signature();
@@ -356,7 +360,12 @@ impl Operation {
     }
 
     /// A frame's payload is in its place. What that completes goes to `send`.
-    pub(super) fn landed(&mut self, rank: usize, place: Place, mut send: impl FnMut(usize, Message)) {
+    pub(super) fn landed(
+        &mut self,
+        rank: usize,
+        place: Place,
+        mut send: impl FnMut(usize, Message),
+    ) {
         let step = usize::from(place.step);
         self.awaited[rank][step] -= 1;
         self.arrived[rank][step] += 1;

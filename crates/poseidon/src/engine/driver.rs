@@ -289,7 +289,9 @@ impl Driver {
             Err(e) if e.kind() == io::ErrorKind::Interrupted => return,
             Err(e) => {
                 let why = Arc::new(e);
-                return driven.engine.fail_all(&Error::Io { what: "waiting for links".into(), why });
+                return driven
+                    .engine
+                    .fail_all(&Error::Io { what: "waiting for links".into(), why });
             }
         }
         for event in driven.events.iter().filter(|e| e.token() != WAKER) {

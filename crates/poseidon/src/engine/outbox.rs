@@ -76,10 +76,8 @@ impl Message {
         self.header.length = payload.len() as u32;
         let header = self.header.encode();
         self.header.chunk.index += 1;
-        let layer = matches!(
-            self.header.kind,
-            Kind::Push | Kind::Update | Kind::Init | Kind::Factors
-        );
+        let layer =
+            matches!(self.header.kind, Kind::Push | Kind::Update | Kind::Init | Kind::Factors);
         let layer = layer.then_some(self.header.chunk.layer.0);
         let receipt = last.then_some(self.receipt);
         (Frame { header, channel: self.header.channel, layer, payload, receipt }, last)

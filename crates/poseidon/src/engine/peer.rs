@@ -45,7 +45,12 @@ enum State {
     /// A frame nobody has asked for: its payload stays in the link.
     Parked(Header),
     /// The payload goes straight to its place.
-    Assign { channel: ChannelId, region: Region, past_cache: bool, done: usize },
+    Assign {
+        channel: ChannelId,
+        region: Region,
+        past_cache: bool,
+        done: usize,
+    },
     /// The payload goes to the channel, piece by piece.
     Combine {
         channel: ChannelId,
@@ -56,10 +61,20 @@ enum State {
         carried: usize,
     },
     /// A frame nobody has asked for, and others are behind it.
-    Aside { header: Header, bytes: Vec<u8>, done: usize },
+    Aside {
+        header: Header,
+        bytes: Vec<u8>,
+        done: usize,
+    },
     /// The payload of a frame of a channel that is closed here.
-    Discard { left: usize },
-    Abort { header: Header, text: Vec<u8>, done: usize },
+    Discard {
+        left: usize,
+    },
+    Abort {
+        header: Header,
+        text: Vec<u8>,
+        done: usize,
+    },
 }
 
 /// Bytes taken from one peer before the others get their turn.

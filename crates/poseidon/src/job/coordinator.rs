@@ -9,8 +9,10 @@ use crate::job::book::{Book, lookup};
 use crate::job::control::{Answer, Join, Message, answer, frame, receive};
 use crate::job::gather::{Post, Rounds};
 use poseidon_core::wire::{NOBODY, Purpose, Status};
-use poseidon_core::{Cluster, LaneId, NodeId};
-use poseidon_link::{Address, Caller, Credentials, Listener, Serving, Stream, connect};
+use poseidon_core::{Cluster, Epoch, JobId, LaneId, NodeId};
+use poseidon_link::{
+    Address, Caller, Credentials, Listener, Serving, Stream, connect, random_bytes,
+};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 use std::io::{self, Write};
@@ -361,6 +363,7 @@ impl Gathering {
             }
         }
         if let Some(job) = &join.job {
+            job.validate().map_err(|e| format!("the job of {name} makes no sense: {e}"))?;
             let first =
                 self.joined.values().find_map(|(j, _)| Some((j.facts.node, j.job.as_ref()?)));
             if let Some((other, theirs)) = first
@@ -391,7 +394,9 @@ impl Gathering {
             Cluster::new(first.workers, first.servers, first.lanes).map_err(|e| e.to_string())?;
         let job = first.job.clone().ok_or("worker 0 described no job")?;
         let nodes = self.joined.values().map(|(join, _)| join.facts.clone()).collect();
-        Ok(Arc::new(Book { cluster, nodes, job }))
+        let identity = random_bytes().map_err(|e| format!("no random numbers: {e}"))?;
+        let identity = JobId::from_bytes(identity);
+        Ok(Arc::new(Book { identity, epoch: Epoch::FIRST, cluster, nodes, job }))
     }
 
     fn missing(&self) -> Vec<String> {

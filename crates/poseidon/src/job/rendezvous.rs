@@ -144,8 +144,7 @@ fn gather_links(
     let mut links: Vec<Links> = cluster.lane_ids().map(|_| Vec::new()).collect();
     let link_to = |node| Error::io(format!("link to {}", cluster.name(node)));
     let share_memory = config.carrier == Carriers::Auto;
-    let partners =
-        cluster.node_ids().filter(|&n| n != me && exchange_anything(cluster, me, n));
+    let partners = cluster.node_ids().filter(|&n| n != me && exchange_anything(cluster, me, n));
     let (lower, higher): (Vec<_>, Vec<_>) = partners.partition(|&n| n < me);
     for &node in &lower {
         let to = route(config, book, node)?;

@@ -15,8 +15,8 @@ use poseidon_core::plan::Rules;
 use poseidon_core::store::Order;
 use poseidon_core::wire::Kind;
 use poseidon_core::{
-    ChannelId, ChunkSize, Clock, Cluster, Epoch, LaneId, Layer, LayerId, NodeId, Optimizer, Plan, Reduction, Servers,
-    Shard, Store,
+    ChannelId, ChunkSize, Clock, Cluster, Epoch, LaneId, Layer, LayerId, NodeId, Optimizer, Plan,
+    Reduction, Servers, Shard, Store,
 };
 use poseidon_link::memory::{Faults, Shape, VirtualClock, pair};
 use std::collections::BTreeSet;
@@ -246,20 +246,19 @@ impl World {
                 .server
                 .then(|| Store::new(&self.plan, shard, workers, optimizer.clone(), order));
             let (commands, taken) = channel();
-            let (cluster, plan, epoch) = (&self.cluster, &self.plan, Epoch::FIRST);
+            let (cluster, plan) = (&self.cluster, &self.plan);
             let part = SessionLane::new(Parts {
                 id: ChannelId::FIRST,
                 me,
                 cluster: self.cluster.clone(),
                 layers: layers.clone(),
-                state: PlanState::new(shard, cluster, plan, epoch, store, &matrices, board.clone()),
+                state: PlanState::new(shard, cluster, plan, store, &matrices, board.clone()),
                 commands: taken,
                 board: board.clone(),
                 counters: counters.clone(),
                 stall: STALL,
             });
-            let mut engine =
-                Engine::new(me, self.cluster.nodes(), links, SILENCE, Duration::ZERO);
+            let mut engine = Engine::new(me, self.cluster.nodes(), links, SILENCE, Duration::ZERO);
             engine.attach(Box::new(part), Duration::ZERO);
             Some(Running { engine, commands, wake: Duration::ZERO, ends: None })
         };

@@ -4,13 +4,13 @@
 //! Knows nothing of links: frames come in through `open` and `handle_*`, and go out through the
 //! closures given to `handle_send` and `poll_completed`.
 
-use crate::lane::board::Board;
 use crate::engine::channel::{Landing, Sent};
 use crate::engine::outbox::{Message, Payload};
+use crate::lane::board::Board;
 use crate::memory::exchange::{Exchange, Lent};
 use crate::memory::factors::{FactorMatrices, Rows};
-use poseidon_core::store::{Completed, Contribution, Outcome, Resumption, Stall};
 use poseidon_core::queue::urgency;
+use poseidon_core::store::{Completed, Contribution, Outcome, Resumption, Stall};
 use poseidon_core::syncer::Part;
 use poseidon_core::wire::{Header, Kind};
 use poseidon_core::{
@@ -78,7 +78,6 @@ impl PlanState {
         me: Shard,
         cluster: &Cluster,
         plan: &Plan,
-        epoch: Epoch,
         store: Option<Store>,
         matrices: &[Option<Arc<FactorMatrices>>],
         board: Arc<Board>,
@@ -96,7 +95,7 @@ impl PlanState {
         Self {
             results_are_large: values * size_of::<f32>() * usize::from(cluster.lanes()) >= LARGE,
             gathers: layers.zip(matrices).map(gathering).collect(),
-            epoch,
+            epoch: plan.epoch,
             me: me.node,
             arriving: cluster.node_ids().map(|_| None).collect(),
             workers: cluster.worker_ids().collect(),

@@ -182,7 +182,8 @@ impl Rows {
     pub(crate) fn room_region(&mut self) -> Region {
         match &mut self.apart {
             Some(apart) => {
-                let rows = Arc::get_mut(apart).expect("rows that are still coming are nobody else's");
+                let rows =
+                    Arc::get_mut(apart).expect("rows that are still coming are nobody else's");
                 let bytes: &mut [u8] = bytemuck::cast_slice_mut(rows);
                 let len = bytes.len();
                 // SAFETY: the lane keeps these rows, and nobody touches them until they have landed.

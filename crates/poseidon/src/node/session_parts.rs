@@ -10,9 +10,7 @@ use crate::lane::plan_state::PlanState;
 use crate::lane::{Command, Parts, SessionLane};
 use crate::memory::exchange::Exchange;
 use crate::memory::factors::FactorMatrices;
-use poseidon_core::{
-    ChannelId, Clock, Cluster, Epoch, LaneId, Layer, LayerId, NodeId, Plan, Shard, Store,
-};
+use poseidon_core::{ChannelId, Clock, LaneId, Layer, LayerId, Plan, Shard, Store};
 use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::sync::mpsc::{self, Sender};
@@ -24,7 +22,7 @@ pub(crate) struct SessionParts {
     pub(crate) board: Arc<Board>,
     pub(crate) counters: Arc<Counters>,
     /// By layer, for those that go by factors: where they meet. Empty on a server.
-    pub(crate) matrices: Vec<Option<Arc<FactorMatrices>>>,
+    pub(crate) matrices: Matrices,
     lanes: Vec<Mailbox>,
     /// Layer → the lanes that hold chunks of it: only they are woken for it.
     lanes_of: Vec<Vec<LaneId>>,
@@ -35,6 +33,15 @@ struct Mailbox {
     driver: Arc<Driver>,
 }
 
+/// By layer: where its factors meet, if it goes by factors.
+type Matrices = Vec<Option<Arc<FactorMatrices>>>;
+
+/// What a plan makes on one lane.
+pub(crate) struct LaneState {
+    pub(crate) lane: LaneId,
+    pub(crate) state: PlanState,
+}
+
 impl SessionParts {
     /// Attaches the session `id`, which `book` describes, to every lane of `node`.
     pub(crate) fn attach(node: &Node, id: ChannelId, book: Arc<Book>) -> Self {
@@ -42,29 +49,63 @@ impl SessionParts {
         let layers: Arc<[Layer]> = book.job.layers.clone().into();
         let board = Arc::new(Board::new(layers.len()));
         let counters = Arc::new(Counters::new(layers.len()));
-        let matrices = matrices(&book.cluster, &plan, node.me);
-        let mut lanes = Vec::new();
-        for lane in book.cluster.lane_ids() {
+        let (lanes_of, lanes) = (lanes_of(&plan), Vec::new());
+        let matrices = Vec::new();
+        let mut parts = Self { book, plan, board, counters, matrices, lanes, lanes_of };
+        let (states, matrices) = parts.prepare(node, &parts.book);
+        parts.matrices = matrices;
+        for LaneState { lane, state } in states {
             let (commands, taken) = mpsc::channel();
-            let shard = Shard { node: node.me, lane };
-            let state = plan_state(shard, &book, &plan, &matrices, &board);
             let part = SessionLane::new(Parts {
                 id,
                 me: node.me,
-                cluster: book.cluster.clone(),
+                cluster: parts.book.cluster.clone(),
                 layers: layers.clone(),
                 state,
                 commands: taken,
-                board: board.clone(),
-                counters: counters.clone(),
+                board: parts.board.clone(),
+                counters: parts.counters.clone(),
                 stall: node.config.timeout,
             });
             let driver = node.lane(lane).clone();
             driver.attach(Box::new(part));
-            lanes.push(Mailbox { commands, driver });
+            parts.lanes.push(Mailbox { commands, driver });
         }
-        let lanes_of = lanes_of(&plan);
-        Self { book, plan, board, counters, matrices, lanes, lanes_of }
+        parts
+    }
+
+    /// What the plan of `book` makes on every lane of `node`, and where its factors meet.
+    pub(crate) fn prepare(&self, node: &Node, book: &Book) -> (Vec<LaneState>, Matrices) {
+        let plan = book.plan();
+        let (cluster, job, me) = (&book.cluster, &book.job, node.me);
+        let role = cluster.role(me);
+        let matrices: Matrices = (0..plan.layers() as u32)
+            .map(|layer| {
+                let layout =
+                    plan.factors(LayerId(layer)).filter(|_| role.is_some_and(|r| r.worker))?;
+                Some(Arc::new(FactorMatrices::new(LayerId(layer), layout.clone())))
+            })
+            .collect();
+        let state = |lane| {
+            let shard = Shard { node: me, lane };
+            let serves = role.is_some_and(|role| role.server);
+            let (workers, rule) = (cluster.workers(), job.optimizer.clone());
+            let store = serves.then(|| Store::new(&plan, shard, workers, rule, job.order()));
+            let board = self.board.clone();
+            LaneState {
+                lane,
+                state: PlanState::new(shard, cluster, &plan, store, &matrices, board),
+            }
+        };
+        (cluster.lane_ids().map(state).collect(), matrices)
+    }
+
+    /// The session follows the plan of `book` from now on. The lanes have been told.
+    pub(crate) fn replace(&mut self, book: Arc<Book>, matrices: Matrices) {
+        self.plan = book.plan();
+        self.lanes_of = lanes_of(&self.plan);
+        self.book = book;
+        self.matrices = matrices;
     }
 
     /// Hands a layer to the lanes that hold chunks of it.
@@ -89,6 +130,11 @@ impl SessionParts {
         for lane in matrices.layout.lanes() {
             self.lanes[lane.index()].send(Command::SendFactors { layer, clock, rows, rate });
         }
+    }
+
+    /// Tells one lane.
+    pub(crate) fn command(&self, lane: LaneId, command: Command) {
+        self.lanes[lane.index()].send(command);
     }
 
     /// Tells every lane.
@@ -121,29 +167,4 @@ fn lanes_of(plan: &Plan) -> Vec<Vec<LaneId>> {
     let lanes =
         |layer| plan.layer_chunks(layer).map(|(_, shard)| shard.lane).collect::<BTreeSet<_>>();
     layers.map(|layer| lanes(layer).into_iter().collect()).collect()
-}
-
-/// A worker's shard and syncers, or a server's shard alone.
-fn plan_state(
-    shard: Shard,
-    book: &Book,
-    plan: &Plan,
-    matrices: &[Option<Arc<FactorMatrices>>],
-    board: &Arc<Board>,
-) -> PlanState {
-    let serves = book.cluster.role(shard.node).is_some_and(|role| role.server);
-    let (workers, job) = (book.cluster.workers(), &book.job);
-    let store =
-        serves.then(|| Store::new(plan, shard, workers, job.optimizer.clone(), job.order()));
-    PlanState::new(shard, &book.cluster, plan, Epoch::FIRST, store, matrices, board.clone())
-}
-
-/// Where the factors of each layer meet on `node`, if it is a worker.
-fn matrices(cluster: &Cluster, plan: &Plan, node: NodeId) -> Vec<Option<Arc<FactorMatrices>>> {
-    let works = cluster.role(node).is_some_and(|role| role.worker);
-    let matrices = |layer| {
-        let layout = plan.factors(layer).filter(|_| works)?;
-        Some(Arc::new(FactorMatrices::new(layer, layout.clone())))
-    };
-    (0..plan.layers() as u32).map(LayerId).map(matrices).collect()
 }

@@ -80,6 +80,11 @@ impl Layers {
         self.states.get(layer.index())?.try_lock().ok()
     }
 
+    /// How many threads a product may use.
+    pub(crate) fn threads(&self) -> usize {
+        self.threads
+    }
+
     pub(crate) fn ids(&self) -> impl Iterator<Item = LayerId> + use<> {
         (0..self.states.len() as u32).map(LayerId)
     }
@@ -97,7 +102,8 @@ impl Layers {
         else {
             return;
         };
-        let matrices = self.matrices(layer).expect("only a layer with a matrices is sent by factors");
+        let matrices =
+            self.matrices(layer).expect("only a layer with a matrices is sent by factors");
         let rule = Rule {
             optimizer: &self.optimizer,
             rate: *rate,

@@ -4,9 +4,10 @@ pub(crate) mod layers;
 pub(crate) mod rebuild;
 pub(crate) mod rule_state;
 
+mod replan;
 mod sibling;
 
-use crate::job::book::{Book, Job};
+use crate::job::book::{self, Book, Job};
 use crate::job::config::{Config, Member};
 use crate::lane::Command;
 use crate::memory::exchange::Exchange;
@@ -17,7 +18,7 @@ use crate::session::layers::{InFlight, LayerState, Layers, RebuildThread};
 use crate::{Buffer, Error, Traffic};
 use poseidon_core::plan::Placement;
 use poseidon_core::wire::Kind;
-use poseidon_core::{ChannelId, ChunkSize, Clock, Layer, LayerId, LayerKind, Optimizer, Plan, Policy, Scheme};
+use poseidon_core::{ChannelId, ChunkSize, Clock, Layer, LayerId, Optimizer, Plan, Policy, Scheme};
 use serde_json::Value;
 use std::ops::Range;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -129,7 +130,7 @@ impl Session {
 
     /// Looks up a dotted path in the information book, such as `cluster.workers`.
     pub fn query(&self, key: &str) -> Option<Value> {
-        self.parts.book.query(key)
+        book::query(&self.parts.book, key)
     }
 
     /// What this node has sent and received so far.
@@ -441,7 +442,7 @@ impl Session {
 const INTERRUPTIONS: Duration = Duration::from_millis(500);
 
 /// How long a layer may take. The shards know better who is missing: their deadline comes first.
-fn patience(timeout: Duration) -> Duration {
+pub(crate) fn patience(timeout: Duration) -> Duration {
     timeout + Duration::from_secs(2)
 }
 
@@ -538,37 +539,7 @@ impl Builder {
     /// rebuild gradients.
     fn check(self) -> Result<(Job, f32, usize), Error> {
         let Self { job, rate, rebuild_threads, .. } = self;
-        job.optimizer.validate()?;
-        let ChunkSize { min, max } = job.chunk;
-        if max < size_of::<f32>() || min > max {
-            let why =
-                format!("chunks of {min} to {max} bytes: expected at least 4, and min <= max");
-            return Err(Error::Config(why));
-        }
-        for (position, layer) in job.layers.iter().enumerate() {
-            if job.layers[..position].iter().any(|l| l.name == layer.name) {
-                return Err(Error::Config(format!("two layers are called '{}'", layer.name)));
-            }
-            if layer.rows == Some(0) {
-                let name = &layer.name;
-                return Err(Error::Config(format!(
-                    "0 rows of layer '{name}': expected at least 1"
-                )));
-            }
-            if let LayerKind::Fc { m, n } = layer.kind {
-                let weights = m.saturating_mul(n);
-                let (name, len) = (&layer.name, layer.len);
-                if weights == 0 || (len != weights && len != weights.saturating_add(m)) {
-                    return Err(Error::Config(format!(
-                        "layer '{name}' has {m} outputs and {n} inputs: expected at least 1 of each, and {weights} \
-                         parameters, or {m} more with a bias, got {len}"
-                    )));
-                }
-            }
-        }
-        if job.batch == Some(0) {
-            return Err(Error::Config("a batch of 0 samples: expected at least 1".into()));
-        }
+        job.validate()?;
         let rate = match rate {
             Some(rate) if rate.is_finite() => rate,
             Some(rate) => {

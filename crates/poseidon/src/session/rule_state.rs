@@ -113,7 +113,7 @@ impl Session {
         Ok(answers)
     }
 
-    fn check_no_dedicated_server(&self) -> Result<(), Error> {
+    pub(crate) fn check_no_dedicated_server(&self) -> Result<(), Error> {
         let cluster = &self.parts.book.cluster;
         let dedicated = |role: Role| role.server && !role.worker;
         match cluster.node_ids().find(|&node| cluster.role(node).is_some_and(dedicated)) {

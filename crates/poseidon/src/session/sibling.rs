@@ -3,7 +3,7 @@
 use crate::job::book::{Book, Job};
 use crate::session::Builder;
 use crate::{Error, Group, Session};
-use poseidon_core::{ChannelId, Cluster, Servers};
+use poseidon_core::{ChannelId, Cluster, Epoch, Servers};
 use serde_json::json;
 use std::sync::Arc;
 
@@ -23,7 +23,8 @@ impl Session {
         let workers = node.config.workers;
         let cluster = Cluster::new(workers, Servers::Colocated, node.book.cluster.lanes())?;
         let nodes = node.book.nodes[..usize::from(workers)].to_vec();
-        let book = Arc::new(Book { cluster, nodes, job });
+        let (identity, epoch) = (node.book.identity, Epoch::FIRST);
+        let book = Arc::new(Book { identity, epoch, cluster, nodes, job });
         Self::open(node, id, book, rate, threads)
     }
 

@@ -16,9 +16,6 @@ from poseidon.torch._job import is_initialized, memory, world_size
 # because a frame costs a few microseconds however short it is.
 _OWN_MEMORY = 64 << 10
 _BUCKET = 256 << 10
-# What factors must save for a layer to go by itself, in bytes a worker sends: Python, frames and rebuilding take 0.1 ms
-# for one, in which 1 Gbit/s carries 12 KiB.
-_WORTH_IT = 16 << 10
 
 
 class Member:
@@ -375,10 +372,7 @@ def _is_wanted(ctx: Any) -> bool:
 
 def choose(m: int, n: int, rows: int, workers: int, scheme: str) -> Tuple[str, str]:
     """How a Linear layer goes, and why."""
-    choice, why, saved = _native.choose(m, n, rows, workers, scheme)
-    if scheme == "auto" and choice == "sfb" and saved < _WORTH_IT:
-        return "ps", f"factors would save {saved / 1024:.1f} KiB, less than a message of its own is worth"
-    return choice, why
+    return _native.choose(m, n, rows, workers, scheme)
 
 
 def units_of(members: Iterable[Member]) -> List[Unit]:

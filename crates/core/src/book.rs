@@ -1,0 +1,404 @@
+//! The information book: what every node knows about the job (Poseidon 2017 §4.1).
+
+use crate::optim::OptimizerError;
+use crate::plan::{Placement, Rules};
+use crate::store::Order;
+use crate::{ChunkSize, Cluster, Epoch, JobId, Layer, LayerKind, NodeId, Optimizer, Plan, Policy};
+use serde::{Deserialize, Serialize};
+use std::collections::HashSet;
+
+/// Cluster, addresses and model. The coordinator writes it when the last node has joined.
+///
+/// A book that comes from another process is checked while it is read: see [`BookError`].
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(try_from = "Unchecked")]
+pub struct Book {
+    /// Tells this job from every other one, also from one of the same name.
+    pub identity: JobId,
+    /// Which edition of the job's book this is.
+    pub epoch: Epoch,
+    /// Who does what.
+    pub cluster: Cluster,
+    /// Facts about every node, by id.
+    pub nodes: Vec<NodeFacts>,
+    /// What is trained.
+    pub job: Job,
+}
+
+/// What a node says about itself when it joins.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct NodeFacts {
+    /// Its id.
+    pub node: NodeId,
+    /// Equal on nodes that can reach each other through a unix socket.
+    pub host: String,
+    /// Where it listens, as `address:port`.
+    pub tcp: String,
+    /// The name of its unix socket, if it has one.
+    pub unix: Option<String>,
+    /// The Poseidon it runs.
+    pub version: String,
+    /// Whether it can multiply on tiles, whose sums differ in their last bits from those of vectors.
+    #[serde(default)]
+    pub tiles: bool,
+}
+
+/// A book that cannot be of any job.
+#[derive(Clone, Debug, PartialEq, thiserror::Error)]
+#[non_exhaustive]
+pub enum BookError {
+    /// The job makes no sense.
+    #[error(transparent)]
+    Job(#[from] JobError),
+    /// Facts are missing, or there are too many.
+    #[error("facts of {got} nodes in a cluster of {expected}")]
+    Nodes {
+        /// Nodes of the cluster.
+        expected: usize,
+        /// Nodes with facts.
+        got: usize,
+    },
+    /// Facts are not in the order of their nodes.
+    #[error("facts of node {got} in the place of node {expected}")]
+    Order {
+        /// Whose place it is.
+        expected: NodeId,
+        /// Whose facts are there.
+        got: NodeId,
+    },
+}
+
+/// What is trained and how. The same on every worker, or the job does not start.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Job {
+    /// In forward order.
+    pub layers: Vec<Layer>,
+    /// What a shard does with a complete chunk.
+    pub optimizer: Optimizer,
+    /// How layers are cut.
+    pub chunk: ChunkSize,
+    /// How chunks are spread.
+    #[serde(default)]
+    pub placement: Placement,
+    /// Whether contributions are added in rank order, which makes runs repeatable bit by bit.
+    #[serde(default)]
+    pub deterministic: bool,
+    /// Which schemes the plan may choose from.
+    #[serde(default)]
+    pub scheme: Policy,
+    /// Most samples a worker has in one step. Without it only layers that say their rows go by factors.
+    #[serde(default)]
+    pub batch: Option<usize>,
+}
+
+/// A job of which no plan can be made.
+#[derive(Clone, Debug, PartialEq, thiserror::Error)]
+#[non_exhaustive]
+pub enum JobError {
+    /// The update rule cannot work.
+    #[error(transparent)]
+    Optimizer(#[from] OptimizerError),
+    /// No number fits into a chunk, or the smallest chunk is larger than the largest.
+    #[error("chunks of {min} to {max} bytes: expected at least 4, and min <= max")]
+    Chunk {
+        /// The smallest share of a layer that is worth a frame, in bytes.
+        min: usize,
+        /// The largest chunk, in bytes.
+        max: usize,
+    },
+    /// A step has no samples.
+    #[error("a batch of 0 samples: expected at least 1")]
+    NoBatch,
+    /// Nobody could tell two layers apart.
+    #[error("two layers are called '{name}'")]
+    Twins {
+        /// What both are called.
+        name: String,
+    },
+    /// A layer that may go by factors has none.
+    #[error("0 rows of layer '{layer}': expected at least 1")]
+    NoRows {
+        /// The layer.
+        layer: String,
+    },
+    /// The parameters up to this layer do not fit into any memory.
+    #[error("layer '{layer}' of {len} parameters: no memory holds that many")]
+    TooLarge {
+        /// The layer.
+        layer: String,
+        /// Its parameters.
+        len: usize,
+    },
+    /// A fully connected layer does not have as many parameters as its shape says.
+    #[error(
+        "layer '{layer}' has {m} outputs and {n} inputs: expected at least 1 of each, and {} parameters, or {m} \
+         more with a bias, got {len}", m.saturating_mul(*n)
+    )]
+    Shape {
+        /// The layer.
+        layer: String,
+        /// Its outputs.
+        m: usize,
+        /// Its inputs.
+        n: usize,
+        /// Its parameters.
+        len: usize,
+    },
+}
+
+impl Book {
+    /// The plan every node derives from the book: a function of the book and its epoch alone.
+    pub fn plan(&self) -> Plan {
+        let Job { chunk, placement, scheme: policy, batch, .. } = self.job;
+        let rules = Rules { chunk, placement, policy, batch };
+        Plan::new(&self.cluster, &self.job.layers, rules).in_epoch(self.epoch)
+    }
+
+    /// Whether gradients may be rebuilt on tiles: if one worker cannot, none does, so that all replicas stay equal.
+    pub fn tiles(&self) -> bool {
+        let is_worker = |node: &&NodeFacts| self.cluster.role(node.node).is_some_and(|r| r.worker);
+        self.nodes.iter().filter(is_worker).all(|node| node.tiles)
+    }
+}
+
+impl Job {
+    /// In which order shards add contributions.
+    pub fn order(&self) -> Order {
+        if self.deterministic { Order::Rank } else { Order::Arrival }
+    }
+
+    /// Whether a plan can be made of it and followed.
+    pub fn validate(&self) -> Result<(), JobError> {
+        self.optimizer.validate()?;
+        let ChunkSize { min, max } = self.chunk;
+        if max < size_of::<f32>() || min > max {
+            return Err(JobError::Chunk { min, max });
+        }
+        if self.batch == Some(0) {
+            return Err(JobError::NoBatch);
+        }
+        let mut names = HashSet::new();
+        let mut room = isize::MAX as usize / size_of::<f32>();
+        for layer in &self.layers {
+            let name = || layer.name.clone();
+            if !names.insert(&layer.name) {
+                return Err(JobError::Twins { name: name() });
+            }
+            if layer.rows == Some(0) {
+                return Err(JobError::NoRows { layer: name() });
+            }
+            let Some(left) = room.checked_sub(layer.len) else {
+                return Err(JobError::TooLarge { layer: name(), len: layer.len });
+            };
+            room = left;
+            if let LayerKind::Fc { m, n } = layer.kind {
+                let (weights, len) = (m.saturating_mul(n), layer.len);
+                if weights == 0 || (len != weights && len != weights.saturating_add(m)) {
+                    return Err(JobError::Shape { layer: name(), m, n, len });
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// The first thing in which two workers' jobs differ, in words. `None` if they agree.
+    pub fn difference(&self, mine: &str, other: &Self, theirs: &str) -> Option<String> {
+        let layer = |l: &Layer| {
+            let rows = l.rows.map_or_else(String::new, |rows| format!(", {rows} rows"));
+            format!("'{}' of {} parameters ({:?}{rows})", l.name, l.len, l.kind)
+        };
+        for (position, pair) in self.layers.iter().zip(&other.layers).enumerate() {
+            if pair.0 != pair.1 {
+                let (a, b) = (layer(pair.0), layer(pair.1));
+                return Some(format!("layer {position} is {a} on {mine} but {b} on {theirs}"));
+            }
+        }
+        let differ = |what: &str, a: String, b: String| {
+            (a != b).then(|| format!("{what} is {a} on {mine} but {b} on {theirs}"))
+        };
+        let count = |job: &Self| job.layers.len().to_string();
+        differ("the number of layers", count(self), count(other))
+            .or_else(|| {
+                differ("the update rule", self.optimizer.to_string(), other.optimizer.to_string())
+            })
+            .or_else(|| {
+                let chunk = |c: ChunkSize| format!("{} to {} bytes", c.min, c.max);
+                differ("the chunk size", chunk(self.chunk), chunk(other.chunk))
+            })
+            .or_else(|| {
+                let placement = |p| format!("{p:?}");
+                differ("the placement", placement(self.placement), placement(other.placement))
+            })
+            .or_else(|| {
+                let order = |d: bool| d.to_string();
+                differ("deterministic", order(self.deterministic), order(other.deterministic))
+            })
+            .or_else(|| differ("the scheme", self.scheme.to_string(), other.scheme.to_string()))
+            .or_else(|| {
+                let batch = |b: Option<usize>| b.map_or("unknown".into(), |b| b.to_string());
+                differ("the batch size", batch(self.batch), batch(other.batch))
+            })
+    }
+}
+
+/// A book as it comes from another process.
+#[derive(Deserialize)]
+struct Unchecked {
+    identity: JobId,
+    epoch: Epoch,
+    cluster: Cluster,
+    nodes: Vec<NodeFacts>,
+    job: Job,
+}
+
+impl TryFrom<Unchecked> for Book {
+    type Error = BookError;
+
+    fn try_from(book: Unchecked) -> Result<Self, BookError> {
+        let Unchecked { identity, epoch, cluster, nodes, job } = book;
+        job.validate()?;
+        let (expected, got) = (cluster.nodes(), nodes.len());
+        if expected != got {
+            return Err(BookError::Nodes { expected, got });
+        }
+        for (expected, facts) in cluster.node_ids().zip(&nodes) {
+            if facts.node != expected {
+                return Err(BookError::Order { expected, got: facts.node });
+            }
+        }
+        Ok(Self { identity, epoch, cluster, nodes, job })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{LayerId, Servers};
+
+    fn job() -> Job {
+        Job {
+            layers: vec![Layer::new("conv1", 10), Layer::new("fc", 20)],
+            optimizer: Optimizer::default(),
+            chunk: ChunkSize::default(),
+            placement: Placement::Balanced,
+            deterministic: false,
+            scheme: Policy::Auto,
+            batch: None,
+        }
+    }
+
+    fn book(cluster: Cluster) -> Book {
+        let facts = |node| NodeFacts {
+            node,
+            host: String::new(),
+            tcp: String::new(),
+            unix: None,
+            version: String::new(),
+            tiles: false,
+        };
+        let identity = JobId::from_bytes(std::array::from_fn(|i| i as u8));
+        let nodes = cluster.node_ids().map(facts).collect();
+        Book { identity, epoch: Epoch::FIRST, cluster, nodes, job: job() }
+    }
+
+    #[test]
+    fn the_first_difference_is_named_with_both_sides() {
+        let mut other = job();
+        assert_eq!(job().difference("worker 0", &other, "worker 1"), None);
+        other.optimizer = Optimizer::adam();
+        let words = job().difference("worker 0", &other, "worker 1").unwrap();
+        assert!(words.contains("update rule is mean on worker 0 but adam"), "{words}");
+        other.layers[1].len = 21;
+        let words = job().difference("worker 0", &other, "worker 1").unwrap();
+        assert!(words.contains("'fc' of 20") && words.contains("'fc' of 21"), "{words}");
+        other = job();
+        other.layers.pop();
+        let words = job().difference("worker 0", &other, "worker 1").unwrap();
+        assert!(words.contains("number of layers is 2 on worker 0 but 1"), "{words}");
+    }
+
+    #[test]
+    fn one_worker_without_tiles_is_enough_and_servers_do_not_count() {
+        let cluster = Cluster::new(2, Servers::Dedicated(1), 1).unwrap();
+        let tiles = |[a, b, server]: [bool; 3]| {
+            let tiles = [a, b, server];
+            let mut book = book(cluster.clone());
+            book.nodes.iter_mut().zip(tiles).for_each(|(node, tiles)| node.tiles = tiles);
+            book.tiles()
+        };
+        assert!(tiles([true, true, false]));
+        assert!(!tiles([true, false, true]));
+    }
+
+    #[test]
+    fn a_plan_is_of_its_books_epoch() {
+        let mut book = book(Cluster::new(2, Servers::Colocated, 1).unwrap());
+        assert_eq!(book.plan().epoch, Epoch::FIRST);
+        book.epoch = book.epoch.next();
+        assert_eq!(book.plan().epoch.to_string(), "2");
+        assert_eq!(book.plan().chunks(LayerId(0)).unwrap().count(), 1);
+    }
+
+    #[test]
+    fn books_come_back_from_json_as_they_were() {
+        let book = book(Cluster::new(2, Servers::Mixed(1), 3).unwrap());
+        let text = serde_json::to_string(&book).unwrap();
+        assert!(
+            text.contains(r#""identity":"000102030405060708090a0b0c0d0e0f","epoch":1,"#),
+            "{text}"
+        );
+        assert_eq!(serde_json::from_str::<Book>(&text).unwrap(), book);
+    }
+
+    /// Whatever another process sends, what is read is a book a plan can be made of, or an error.
+    #[test]
+    fn nonsense_is_not_read() {
+        let book = book(Cluster::new(2, Servers::Colocated, 1).unwrap());
+        let refusal = |change: &dyn Fn(&mut serde_json::Value)| {
+            let mut value = serde_json::to_value(&book).unwrap();
+            change(&mut value);
+            serde_json::from_value::<Book>(value).unwrap_err().to_string()
+        };
+        let says = |words: &str, change: &dyn Fn(&mut serde_json::Value)| {
+            let refusal = refusal(change);
+            assert!(refusal.contains(words), "{refusal}");
+        };
+        says("at least 1 lane, got 0", &|b| b["cluster"]["lanes"] = 0.into());
+        says("at least 1 worker, got 0", &|b| b["cluster"]["workers"] = 0.into());
+        says("epoch 0", &|b| b["epoch"] = 0.into());
+        says("32 hexadecimal digits", &|b| b["identity"] = "12".into());
+        says("facts of 2 nodes in a cluster of 3", &|b| b["cluster"]["workers"] = 3.into());
+        says("node 1 in the place of node 0", &|b| b["nodes"][0]["node"] = 1.into());
+        says("chunks of 5 to 4 bytes", &|b| {
+            b["job"]["chunk"] = serde_json::json!({"min": 5, "max": 4})
+        });
+        says("two layers are called 'fc'", &|b| b["job"]["layers"][0]["name"] = "fc".into());
+    }
+
+    #[test]
+    fn jobs_that_make_no_sense_say_what_is_wrong() {
+        let refusal = |change: &dyn Fn(&mut Job)| {
+            let mut job = job();
+            change(&mut job);
+            job.validate().unwrap_err().to_string()
+        };
+        assert_eq!(job().validate(), Ok(()));
+        assert!(refusal(&|j| j.chunk = ChunkSize { min: 0, max: 3 }).contains("at least 4"));
+        assert!(refusal(&|j| j.batch = Some(0)).contains("a batch of 0 samples"));
+        assert!(refusal(&|j| j.layers[1].rows = Some(0)).contains("0 rows of layer 'fc'"));
+        assert!(refusal(&|j| j.layers[1].len = usize::MAX / 8).contains("no memory"));
+        let fc = |m, n, len| {
+            let layers = vec![Layer { kind: LayerKind::Fc { m, n }, ..Layer::new("fc", len) }];
+            Job { layers, ..job() }.validate()
+        };
+        assert_eq!([fc(4, 5, 20), fc(4, 5, 24)], [Ok(()), Ok(())]);
+        let words = fc(4, 5, 25).unwrap_err().to_string();
+        assert!(words.contains("20 parameters, or 4 more with a bias, got 25"), "{words}");
+        assert!(fc(0, 5, 0).is_err() && fc(usize::MAX, 2, usize::MAX).is_err());
+        let mut rule = Optimizer::sgd();
+        if let Optimizer::Sgd { momentum, .. } = &mut rule {
+            *momentum = f32::NAN;
+        }
+        assert!(refusal(&|j| j.optimizer = rule.clone()).contains("momentum"));
+    }
+}
