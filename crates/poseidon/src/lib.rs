@@ -53,7 +53,7 @@ pub use job::coordinator::{self, Coordinator};
 pub use job::gather::GatherError;
 pub use memory::buffer::{self, Buffer};
 pub use memory::factors::Factors;
-pub use poseidon_core::plan::Placement;
+pub use poseidon_core::plan::{Placement, Rules};
 pub use poseidon_core::store::Order;
 pub use poseidon_core::{
     ChunkSize, Clock, Cluster, Dtype, Epoch, JobId, Layer, LayerId, LayerKind, NodeId, Optimizer,

@@ -147,6 +147,11 @@ impl Outgoing<'_> {
         true
     }
 
+    /// What is sent from now on belongs to `epoch`.
+    pub(crate) fn follow(&mut self, epoch: Epoch) {
+        self.epoch = epoch;
+    }
+
     /// Whether links still have to take messages of this channel.
     pub(crate) fn has_unsent(&self) -> bool {
         *self.unsent > 0

@@ -115,6 +115,12 @@ impl SessionLane {
             out.send(node, message);
         };
         match command {
+            Command::Replan(state) => {
+                debug_assert!(self.state.is_at_rest(), "plans change between clocks");
+                self.state = *state;
+                out.follow(self.state.epoch);
+                Ok(())
+            }
             Command::Send(exchange) => {
                 let sent = self.state.handle_send(exchange, now, send);
                 sent.map_err(|(chunk, violation)| self.own_fault(chunk, violation))
@@ -139,11 +145,6 @@ impl SessionLane {
             }
             Command::RestoreRule(layer, steps, vectors, reply) => {
                 let _ = reply.try_send(self.state.restore_rule(layer, steps, &vectors));
-                Ok(())
-            }
-            Command::Replan(state) => {
-                debug_assert!(self.state.is_at_rest(), "plans change between clocks");
-                self.state = *state;
                 Ok(())
             }
             Command::Finish => {
