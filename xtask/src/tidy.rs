@@ -29,8 +29,12 @@ pub(crate) fn run() -> Result<()> {
             violations.extend(source::too_long(path, &text));
             violations.extend(unsafety::violations(path, &text));
         }
-        if path == "README.md" {
-            violations.extend(source::missing_runs(&text, |run| Path::new(run).exists()));
+        if path.ends_with(".md") {
+            let exists = |file: &str| Path::new(file).exists();
+            violations.extend(source::missing_links(path, &text, exists));
+            if path == "README.md" || path.starts_with("docs/") {
+                violations.extend(source::missing_runs(path, &text, exists));
+            }
         }
     }
 
