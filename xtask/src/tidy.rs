@@ -3,6 +3,7 @@
 //! Each check is a pure function from text to the violations in it.
 
 mod arrows;
+mod reader;
 mod source;
 mod unsafety;
 
