@@ -3,6 +3,8 @@
 //! Each check is a pure function from text to the violations in it.
 
 mod arrows;
+mod imports;
+mod modules;
 mod reader;
 mod source;
 mod unsafety;
@@ -22,6 +24,7 @@ pub(crate) fn run() -> Result<()> {
     violations.extend(unsafety::missing_forbid(core, &text));
 
     let files = project_files()?;
+    let mut sources = Vec::new();
     for path in &files {
         // Figures and other binary files have no rules.
         let Ok(text) = fs::read_to_string(path) else { continue };
@@ -29,6 +32,8 @@ pub(crate) fn run() -> Result<()> {
         if path.ends_with(".rs") {
             violations.extend(source::too_long(path, &text));
             violations.extend(unsafety::violations(path, &text));
+            sources.push((path.clone(), text));
+            continue;
         }
         if path.ends_with(".md") {
             let exists = |file: &str| Path::new(file).exists();
@@ -38,6 +43,8 @@ pub(crate) fn run() -> Result<()> {
             }
         }
     }
+
+    violations.extend(modules::violations(&sources));
 
     if !violations.is_empty() {
         for violation in &violations {
