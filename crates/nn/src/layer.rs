@@ -20,12 +20,9 @@ pub(crate) use filler::fill;
 pub(crate) use lrn::Lrn;
 pub(crate) use pool::Pool;
 
-use crate::model::{Filler, LayerSpec, ModelError, Shape};
+use crate::spec::{Filler, LayerSpec, MOST_VALUES, ModelError, Shape};
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::SeedableRng;
-
-/// The most values an image or a layer's parameters may have: offsets are 32 bits wide.
-pub(crate) const MOST_VALUES: usize = i32::MAX as usize;
 
 /// Values that lie, unused, behind the last one: vectors may be read across the end. Twice the
 /// widest vector.

@@ -29,6 +29,7 @@
 use crate::layer::{self, Layer, SLACK, relu};
 use crate::loss::{Loss, softmax_cross_entropy};
 use crate::model::{LayerSpec, Model, ModelError, Shape};
+use crate::spec::MOST_VALUES;
 
 /// A model with memory for a batch. One thread computes with it; several nets can run side by side.
 pub struct Net {
@@ -167,7 +168,7 @@ impl Net {
     pub fn new(model: &Model, capacity: usize) -> Result<Self, ModelError> {
         let shapes = model.shapes()?;
         let largest = shapes.iter().chain([&model.input]).map(|shape| shape.len()).max();
-        let most = layer::MOST_VALUES / largest.unwrap_or(1);
+        let most = MOST_VALUES / largest.unwrap_or(1);
         if !(1..=most).contains(&capacity) {
             return Err(ModelError::Model {
                 model: model.name.clone(),

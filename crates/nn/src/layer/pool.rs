@@ -1,7 +1,7 @@
 //! Max and average pooling with Caffe's geometry.
 
 use crate::layer::{GROUP, group, group_mut};
-use crate::model::{PoolMethod, Shape};
+use crate::spec::{PoolMethod, Shape};
 use pulp::{Arch, NullaryFnOnce};
 use std::ops::Range;
 
