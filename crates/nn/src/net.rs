@@ -26,6 +26,8 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 
+pub use crate::layer::Draw;
+
 use crate::layer::{self, Layer, SLACK, relu};
 use crate::loss::{Loss, softmax_cross_entropy};
 use crate::model::{LayerSpec, Model, ModelError, Shape};
@@ -62,20 +64,6 @@ pub struct LayerInfo {
     pub is_conv: bool,
     /// Floating point operations of one image's forward pass. A multiply-add counts as two.
     pub flops: u64,
-}
-
-/// Which random numbers a batch uses, and what its mean is taken over. Equal for equal samples,
-/// however many workers share a batch.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Draw {
-    /// The run's seed.
-    pub seed: u64,
-    /// The training step.
-    pub step: u64,
-    /// Position of this batch's first sample in the batch of all workers.
-    pub first: u64,
-    /// Samples of all workers: gradients are those of the sum of losses, divided by this.
-    pub total: usize,
 }
 
 /// Whether dropout drops.
