@@ -14,6 +14,7 @@ mod orphan;
 mod plan;
 mod profile;
 mod query;
+mod report;
 mod serve;
 mod supervise;
 mod train;

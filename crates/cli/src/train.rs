@@ -2,7 +2,6 @@
 
 mod facts;
 mod inputs;
-pub(crate) mod report;
 pub(crate) mod screen;
 mod settings;
 mod worker;

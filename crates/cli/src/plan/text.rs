@@ -2,7 +2,7 @@
 
 use super::forecast::{Beyond, Forecast, Point};
 use super::{Bandwidth, Question, bottleneck, fold};
-use crate::train::report::units;
+use crate::report::units;
 use crate::train::screen::{Paint, printable, table, terminal_width};
 use poseidon_core::{Cluster, Servers};
 use std::io;

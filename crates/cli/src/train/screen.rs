@@ -4,7 +4,7 @@
 
 pub(crate) mod table;
 
-use super::report::{EpochReport, LayerReport, Report, units};
+use crate::report::{EpochReport, LayerReport, Report, units};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use std::io::{self, IsTerminal, Write};
 use std::path::Path;

@@ -2,12 +2,12 @@
 
 use super::facts::{EpochFacts, FinalFacts, gather};
 use super::inputs::{Course, Inputs};
-use super::report::{
+use super::screen::{Kind, Progress, Screen};
+use super::settings::{Partition, Settings, Test};
+use crate::report::{
     CurvePoint, EpochReport, LayerReport, NodeReport, Quantiles, Report, Span, Timeline, Track,
     What,
 };
-use super::screen::{Kind, Progress, Screen};
-use super::settings::{Partition, Settings, Test};
 use anyhow::ensure;
 use poseidon::{Config, LayerId, NodeId, Session, Traffic};
 use poseidon_nn::data::{Evaluation, Loader, Samples, Transform};
@@ -154,7 +154,7 @@ impl Run<'_> {
     fn headline(&self) -> String {
         let Settings { model, data, batch, .. } = self.settings;
         let workers = self.worker.session().map_or(1, Session::workers);
-        let (workers, much) = (super::report::units::plural(workers as u64, "worker"), self.steps);
+        let (workers, much) = (crate::report::units::plural(workers as u64, "worker"), self.steps);
         format!("{model} on {data}: {workers} with batches of {batch}, {much} steps")
     }
 

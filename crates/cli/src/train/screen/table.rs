@@ -1,7 +1,7 @@
 //! The plan as a table in columns that line up, whatever script the names are in.
 
 use super::{Paint, printable};
-use crate::train::report::{LayerReport, units};
+use crate::report::{LayerReport, units};
 use unicode_width::{UnicodeWidthChar, UnicodeWidthStr};
 
 /// A header, a row for each layer, a total. Reasons have the room that is left, two lines at most.
