@@ -17,6 +17,7 @@ mod query;
 mod report;
 mod serve;
 mod supervise;
+mod terminal;
 mod train;
 
 use anyhow::Context;

@@ -2,7 +2,7 @@
 
 mod facts;
 mod inputs;
-pub(crate) mod screen;
+mod screen;
 mod settings;
 mod worker;
 

@@ -2,9 +2,8 @@
 //!
 //! Nothing here can fail: a terminal that is gone is no reason to stop training.
 
-pub(crate) mod table;
-
 use crate::report::{EpochReport, LayerReport, Report, units};
+use crate::terminal::{Paint, printable, table, terminal_width};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use std::io::{self, IsTerminal, Write};
 use std::path::Path;
@@ -234,31 +233,6 @@ impl Epoch {
     }
 }
 
-/// Weight, not colour: it is legible on any ground, and red stays free for errors.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Paint {
-    pub(crate) on: bool,
-}
-
-impl Paint {
-    pub(crate) fn bold(self, text: &str) -> String {
-        self.wrap("1", text)
-    }
-
-    pub(crate) fn dim(self, text: &str) -> String {
-        self.wrap("2", text)
-    }
-
-    fn wrap(self, code: &str, text: &str) -> String {
-        if self.on { format!("\x1b[{code}m{text}\x1b[0m") } else { text.into() }
-    }
-}
-
-/// Text from elsewhere, without what would command the terminal.
-pub(crate) fn printable(text: &str) -> String {
-    text.chars().map(|c| if c.is_control() { '\u{fffd}' } else { c }).collect()
-}
-
 fn digits(number: u64) -> usize {
     number.to_string().len()
 }
@@ -280,18 +254,6 @@ fn bar_style(paint: Paint, width: usize) -> ProgressStyle {
     ProgressStyle::with_template(&template).expect("a bad template").progress_chars("━╸─")
 }
 
-/// Columns of the terminal; what `COLUMNS` says comes first, so that it can be overruled.
-pub(crate) fn terminal_width() -> usize {
-    let told = std::env::var("COLUMNS").ok().and_then(|columns| columns.parse().ok());
-    let asked = || {
-        let size = rustix::termios::tcgetwinsize(io::stderr()).ok()?;
-        Some(usize::from(size.ws_col))
-    };
-    told.or_else(asked).filter(|&columns| columns > 0).unwrap_or(WIDTH)
-}
-
-/// Where nothing says how wide the terminal is.
-const WIDTH: usize = 100;
 /// What the text beside the bar takes in a run of a usual size.
 const NEXT_TO_BAR: usize = 76;
 /// Between lines that tell of progress: often enough to see that it lives, rare enough for a log.

@@ -5,7 +5,7 @@ use crate::report::{LayerReport, units};
 use unicode_width::{UnicodeWidthChar, UnicodeWidthStr};
 
 /// A header, a row for each layer, a total. Reasons have the room that is left, two lines at most.
-pub(super) fn plan(layers: &[LayerReport], width: usize, paint: Paint) -> Vec<String> {
+pub(crate) fn plan(layers: &[LayerReport], width: usize, paint: Paint) -> Vec<String> {
     folded(layers, layers.len(), width, paint)
 }
 
