@@ -27,9 +27,9 @@ impl Kind {
     }
 }
 
-/// How far the epoch is.
+/// How far the epoch is after a step.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Progress {
+pub(crate) struct StepProgress {
     pub(crate) step_in_epoch: u64,
     pub(crate) loss: f64,
     pub(crate) accuracy: f64,
@@ -92,8 +92,9 @@ impl Screen {
     }
 
     /// After each step, or as often as there is news.
-    pub(crate) fn step(&mut self, now: Instant, progress: Progress) {
-        let Progress { step_in_epoch, loss, accuracy, images_per_second, seconds_left } = progress;
+    pub(crate) fn step(&mut self, now: Instant, progress: StepProgress) {
+        let StepProgress { step_in_epoch, loss, accuracy, images_per_second, seconds_left } =
+            progress;
         let news = format!(
             "loss {}  acc {}  {} img/s  {} left",
             units::loss(loss),

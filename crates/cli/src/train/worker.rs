@@ -1,8 +1,8 @@
 //! One worker of `poseidon train`: reads, computes, synchronises; rank 0 also shows and reports.
 
 use super::facts::{EpochFacts, FinalFacts, gather};
-use super::inputs::{Course, Inputs};
-use super::screen::{Kind, Progress, Screen};
+use super::inputs::{Agreement, Inputs};
+use super::screen::{Kind, Screen, StepProgress};
 use super::settings::{Partition, Settings, Test};
 use crate::report::{
     CurvePoint, EpochReport, LayerReport, NodeReport, Quantiles, Report, Span, Timeline, Track,
@@ -38,7 +38,7 @@ pub(super) fn run_alone(settings: &Settings, json: bool) -> anyhow::Result<()> {
 
 fn drive(settings: &Settings, worker: Worker, inputs: Inputs, json: bool) -> anyhow::Result<()> {
     let prepared =
-        inputs.agree(settings, &worker).and_then(|Course { transform, sampler, steps }| {
+        inputs.agree(settings, &worker).and_then(|Agreement { transform, sampler, steps }| {
             let steps_per_epoch = sampler.steps_per_epoch();
             let loader = Loader::new(inputs.train.clone(), transform.clone(), sampler)?;
             Ok((loader, transform, steps, steps_per_epoch))
@@ -183,7 +183,7 @@ impl Run<'_> {
             let done = self.worker.steps() as f64;
             self.screen.step(
                 Instant::now(),
-                Progress {
+                StepProgress {
                     step_in_epoch: step + 1,
                     loss: total.mean(),
                     accuracy: total.accuracy(),
