@@ -5,27 +5,29 @@ use crate::wire::{Header, Kind};
 use std::cmp::{Ordering, Reverse};
 use std::collections::BinaryHeap;
 
-/// Frames waiting for one peer. Factors go first: their receiver has a gradient to rebuild, which
-/// takes it longest if it comes last, when there is nothing left on the wire to do it behind. Then
-/// the layer nearest the input, because the next forward pass needs it first; within a layer, first
-/// come first served.
+/// Frames that wait for one peer. Factors go first: their receiver has to rebuild a gradient from
+/// them, and can do that while other frames are still on the wire. Then comes the layer nearest the
+/// input, because the next forward pass needs that layer first. Within a layer, the oldest frame
+/// goes first.
 #[derive(Debug)]
 pub struct Queue<T> {
     waiting: BinaryHeap<Waiting<T>>,
     arrived: u64,
 }
 
-/// What goes to one peer before the next one has its turn: no frame is begun beyond this. Enough
-/// that short frames share a system call, little enough that an urgent one does not wait long.
+/// How many bytes go to one peer before the next peer has its turn: after so many, no further frame
+/// is begun. It is enough for short frames to share a system call, and little enough for an urgent
+/// frame to a later peer not to wait long.
 pub const BATCH_BYTES: usize = 128 << 10;
-/// The same, in frames.
+/// How many frames go to one peer before the next peer has its turn.
 pub const BATCH_FRAMES: usize = 16;
 
-/// When a frame goes: before those of a greater number. `arrived` is how many came until this one.
+/// A frame's place in the order: frames with smaller numbers go first. `arrived` is how many frames
+/// have come, this one included.
 pub fn order(kind: Kind, layer: LayerId, arrived: u64) -> u64 {
     let place = match kind {
         Kind::Factors => 0,
-        // Goodbyes wait for everything else.
+        // A goodbye goes after everything else.
         Kind::Bye => LAST,
         // Frames without a chunk have layer 0.
         _ => (1 + u64::from(layer.0)).min(LAST - 1),
@@ -34,7 +36,7 @@ pub fn order(kind: Kind, layer: LayerId, arrived: u64) -> u64 {
 }
 
 impl<T> Queue<T> {
-    /// Puts a frame in its place.
+    /// Adds a frame.
     pub fn push(&mut self, header: &Header, frame: T) {
         self.arrived += 1;
         let order = order(header.kind, header.chunk.layer, self.arrived);
@@ -63,8 +65,9 @@ impl<T> Default for Queue<T> {
     }
 }
 
-/// A trillion frames to one peer, and 16 million layers: one word is compared, and moved, faster than
-/// two, and a simulation has millions of them.
+/// Bits of an order that count arrivals; the other bits are for the layer. That is enough for a
+/// trillion frames to one peer and for 16 million layers. Both are in one word, because one word is
+/// compared and moved faster than two, and a simulation has millions of frames.
 const ARRIVAL_BITS: u32 = 40;
 const LAST: u64 = u64::MAX >> ARRIVAL_BITS;
 
