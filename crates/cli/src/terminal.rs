@@ -4,7 +4,8 @@ pub(crate) mod table;
 
 use std::io;
 
-/// Weight, not colour: it is legible on any ground, and red stays free for errors.
+/// Makes text bold or dim, if `on`. It uses weight and no colour: weight is legible on any
+/// background, and red stays free for errors.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Paint {
     pub(crate) on: bool,
@@ -24,12 +25,14 @@ impl Paint {
     }
 }
 
-/// Text from elsewhere, without what would command the terminal.
+/// Text that a user or a file gave, with control characters replaced: they would command the
+/// terminal.
 pub(crate) fn printable(text: &str) -> String {
     text.chars().map(|c| if c.is_control() { '\u{fffd}' } else { c }).collect()
 }
 
-/// Columns of the terminal; what `COLUMNS` says comes first, so that it can be overruled.
+/// Columns of the terminal. The variable `COLUMNS` comes first, so that a user can overrule the
+/// terminal.
 pub(crate) fn terminal_width() -> usize {
     let told = std::env::var("COLUMNS").ok().and_then(|columns| columns.parse().ok());
     let asked = || {
@@ -39,5 +42,5 @@ pub(crate) fn terminal_width() -> usize {
     told.or_else(asked).filter(|&columns| columns > 0).unwrap_or(WIDTH)
 }
 
-/// Where nothing says how wide the terminal is.
+/// Columns if neither `COLUMNS` nor the terminal says how many there are.
 const WIDTH: usize = 100;

@@ -46,7 +46,7 @@ pub(crate) struct Screen {
     width: usize,
     epoch: Epoch,
     bar: Option<ProgressBar>,
-    /// When a line last told of progress; only [`Kind::Plain`] has such lines.
+    /// When the last line about progress was printed; only [`Kind::Plain`] prints such lines.
     told: Option<Instant>,
 }
 
@@ -125,7 +125,7 @@ impl Screen {
         }
     }
 
-    /// The line that stays of an epoch.
+    /// Prints the line that stays when an epoch is over.
     pub(crate) fn epoch_end(&mut self, epoch: &EpochReport) {
         self.clear_bar();
         let digits = digits(self.epoch.of);
@@ -150,7 +150,7 @@ impl Screen {
         self.lines(&[line]);
     }
 
-    /// What came of it, and where the report lies.
+    /// Prints the result of the run, and where its report lies.
     pub(crate) fn finish(&mut self, report: &Report, page: &Path) {
         self.clear_bar();
         let total = report.nodes.iter().map(|node| node.bytes_sent).fold(0, u64::saturating_add);
@@ -218,7 +218,7 @@ impl Screen {
         text.push('\n');
         let out = &mut self.out;
         let mut write = || {
-            // Nobody looks, if this fails.
+            // If this fails, nobody looks at the terminal.
             let _ = out.write_all(text.as_bytes()).and_then(|()| out.flush());
         };
         match &self.bar {
