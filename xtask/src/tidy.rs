@@ -3,6 +3,9 @@
 //! Each check is a pure function from text to the violations in it.
 
 mod arrows;
+mod imports;
+mod modules;
+mod reader;
 mod source;
 mod unsafety;
 
@@ -21,6 +24,7 @@ pub(crate) fn run() -> Result<()> {
     violations.extend(unsafety::missing_forbid(core, &text));
 
     let files = project_files()?;
+    let mut sources = Vec::new();
     for path in &files {
         // Figures and other binary files have no rules.
         let Ok(text) = fs::read_to_string(path) else { continue };
@@ -28,11 +32,19 @@ pub(crate) fn run() -> Result<()> {
         if path.ends_with(".rs") {
             violations.extend(source::too_long(path, &text));
             violations.extend(unsafety::violations(path, &text));
+            sources.push((path.clone(), text));
+            continue;
         }
-        if path == "README.md" {
-            violations.extend(source::missing_runs(&text, |run| Path::new(run).exists()));
+        if path.ends_with(".md") {
+            let exists = |file: &str| Path::new(file).exists();
+            violations.extend(source::missing_links(path, &text, exists));
+            if path == "README.md" || path.starts_with("docs/") {
+                violations.extend(source::missing_runs(path, &text, exists));
+            }
         }
     }
+
+    violations.extend(modules::violations(&sources));
 
     if !violations.is_empty() {
         for violation in &violations {

@@ -3,7 +3,7 @@
 use anyhow::{Context, bail};
 use clap::Subcommand;
 use indicatif::{ProgressBar, ProgressStyle};
-use poseidon_nn::data::fetch::{Progress, WELL_KNOWN, WellKnown, fetch};
+use poseidon_nn::data::fetch::{FetchEvent, WELL_KNOWN, WellKnown, fetch};
 use poseidon_nn::data::{DataError, Samples, Source, Split, Statistics, open};
 use std::ffi::OsString;
 use std::fmt::Write as _;
@@ -154,9 +154,9 @@ impl Display {
         Self { bar, told: 0 }
     }
 
-    fn show(&mut self, progress: Progress<'_>) {
+    fn show(&mut self, progress: FetchEvent<'_>) {
         let line = match progress {
-            Progress::Downloading { file, done, total } => {
+            FetchEvent::Downloading { file, done, total } => {
                 if let Some(bar) = &self.bar {
                     if bar.message() != file {
                         bar.reset();
@@ -179,12 +179,12 @@ impl Display {
                     None => format!("{file}: {done} bytes"),
                 }
             }
-            Progress::Downloaded { file } => {
+            FetchEvent::Downloaded { file } => {
                 self.told = 0;
                 format!("{file}: downloaded, and its checksum is right")
             }
-            Progress::Present { file } => format!("{file}: is there already"),
-            Progress::Unpacking { file } => format!("{file}: unpacking"),
+            FetchEvent::Present { file } => format!("{file}: is there already"),
+            FetchEvent::Unpacking { file } => format!("{file}: unpacking"),
             _ => return,
         };
         match &self.bar {

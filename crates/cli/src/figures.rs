@@ -8,7 +8,7 @@ mod poseidon_2017;
 mod zero_compute;
 
 use crate::plan::simulate_all;
-use crate::train::report::write_whole;
+use crate::report::write_whole;
 use anyhow::Context;
 use figure::{Figure, Record};
 use indicatif::{ProgressBar, ProgressStyle};

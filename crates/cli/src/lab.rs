@@ -4,7 +4,7 @@ mod cluster;
 mod iproute;
 mod namespace;
 
-pub(crate) use cluster::{Carried, Lab, MOST_NODES, Shape};
+pub(crate) use cluster::{Carried, Lab, LabSpec, MOST_NODES};
 
 use crate::bandwidth::Bandwidth;
 use crate::plan::duration;
@@ -122,7 +122,7 @@ impl LabError {
 /// Runs the command on every node and returns when all have ended.
 pub(crate) fn run(args: Args) -> anyhow::Result<ExitCode> {
     Lab::prepare()?;
-    let lab = Lab::up(&Shape {
+    let lab = Lab::up(&LabSpec {
         nodes: args.nodes,
         rate: args.rate,
         delay: args.delay,

@@ -14,8 +14,10 @@ mod orphan;
 mod plan;
 mod profile;
 mod query;
+mod report;
 mod serve;
 mod supervise;
+mod terminal;
 mod train;
 
 use anyhow::Context;

@@ -13,7 +13,7 @@ pub(crate) use forecast::simulate_all;
 pub(crate) use question::{Question, duration, file, positive};
 
 use crate::bandwidth::Bandwidth;
-use crate::train::report::write_whole;
+use crate::report::write_whole;
 use anyhow::Context;
 use forecast::{Effort, Forecast, LayerForecast};
 use poseidon_sim::Bottleneck;

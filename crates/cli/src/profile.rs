@@ -1,7 +1,7 @@
 //! `poseidon profile`: how fast this machine computes, for `poseidon plan`.
 
 use crate::plan::file;
-use crate::train::report::write_whole;
+use crate::report::write_whole;
 use anyhow::{Context, bail};
 use poseidon_sim::{Model, Profile, zoo};
 use std::fs;

@@ -122,7 +122,7 @@ pub(crate) enum SuperviseError {
 /// Termination signals are caught from here on, also after the return.
 pub(crate) fn run(processes: Vec<Process>, options: Options) -> Result<Outcome, SuperviseError> {
     let (events, inbox) = mpsc::channel();
-    let _listener = signals::Listener::start(events.clone())
+    let _listener = signals::SignalListener::start(events.clone())
         .map_err(|source| SuperviseError::Resource { what: "signal handler", source })?;
     let mut run = Run::new();
     for process in processes {

@@ -2,8 +2,7 @@
 
 mod facts;
 mod inputs;
-pub(crate) mod report;
-pub(crate) mod screen;
+mod screen;
 mod settings;
 mod worker;
 

@@ -7,18 +7,18 @@ use std::ops::Range;
 /// Names one chunk of the job.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct ChunkKey {
-    /// The layer it is a slice of.
+    /// The layer that the chunk is a slice of.
     pub layer: LayerId,
-    /// Its position in the layer.
+    /// The chunk's position among the layer's chunks.
     pub index: u32,
 }
 
 /// How large chunks are, in bytes.
 ///
-/// A layer that has `min` bytes for every shard is cut into equal chunks of at most `max` bytes, as
-/// many for every shard. Smaller layers are laid end to end and cut where one shard's share of them
-/// ends and the next one's begins; a share is not below `min`, because a frame costs a few
-/// microseconds however short it is.
+/// A layer that has at least `min` bytes for every shard is cut into equal chunks of at most `max`
+/// bytes, the same number for every shard. Smaller layers are laid end to end and cut where one
+/// shard's share of them ends and the next shard's begins. A share is not below `min`, because a
+/// frame costs a few microseconds however short it is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ChunkSize {
     /// Smallest share of a layer that is worth a frame to every shard.
@@ -52,8 +52,8 @@ pub struct Chunks {
 const ALIGN: usize = 16;
 
 impl Chunks {
-    /// Cuts a layer of `len` elements into equal chunks, as many for each of `shards` shards. `None`
-    /// if it is too small for that.
+    /// Cuts a layer of `len` elements into equal chunks, the same number for each of `shards` shards.
+    /// `None` if the layer is too small for that.
     pub fn even(len: usize, size: ChunkSize, shards: usize) -> Option<Self> {
         if len < shards * elements(size.min) {
             return None;
@@ -71,8 +71,8 @@ impl Chunks {
         Self::cut(len, usize::MAX, std::iter::empty())
     }
 
-    /// Cuts a layer of `len` elements at `cuts`, which rise, and wherever a chunk would be longer
-    /// than `longest`.
+    /// Cuts a layer of `len` elements at `cuts`, which are in rising order. Chunks longer than
+    /// `longest` are cut further.
     pub fn cut(len: usize, longest: usize, cuts: impl IntoIterator<Item = usize>) -> Self {
         let mut starts: Vec<usize> = Vec::new();
         let ends = cuts.into_iter().filter(|&cut| cut > 0 && cut < len).chain([len]);
@@ -98,7 +98,7 @@ impl Chunks {
     }
 }
 
-/// How many `f32`s fit into `bytes`, but one at least.
+/// How many `f32`s fit into `bytes`; at least one.
 pub(crate) fn elements(bytes: usize) -> usize {
     (bytes / size_of::<f32>()).max(1)
 }

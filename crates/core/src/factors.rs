@@ -6,25 +6,27 @@
 //! batch to every other one. On the wire: K·(M + N) numbers to each of P - 1 workers. The bias'
 //! gradient is the sum of the u's and costs nothing.
 //!
-//! A worker that has everybody's factors of clock c may send those of c + 1 while others still wait
-//! for factors of c, but not those of c + 2: for that it needs everybody's of c + 1. So two places,
-//! used in turn, are enough to have room for every frame before it comes.
+//! A worker that has all workers' factors of clock c may send its factors of c + 1 while other
+//! workers still wait for factors of c. It cannot send its factors of c + 2 then, because for that
+//! it needs all workers' factors of c + 1. So two matrices, used in turn, are enough to have room
+//! for every frame before it comes. They are called *places* 0 and 1.
 
 use crate::wire::{Header, Kind};
 use crate::{ChunkKey, ChunkSize, Clock, Cluster, LaneId, LayerId, NodeId, Violation};
 use std::ops::Range;
 
-/// Where the factors of one layer lie when all are there: a matrix of `workers · batch` rows. Worker
-/// p's are the p-th `batch` rows; a row is one sample's u, then its v.
+/// Where the factors of one layer lie: a matrix of `workers · batch` rows. A block of `batch` rows
+/// belongs to each worker, in the order of ranks. A row is one sample's u, then its v.
 ///
-/// A worker that has more rows for once sends a last chunk that is longer than its place.
+/// A worker may have more than `batch` rows in a step. Then the last chunk that it sends is longer
+/// than the room for it in the worker's block.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Layout {
     /// Length of u: the layer's outputs.
     pub m: usize,
-    /// Length of v: its inputs.
+    /// Length of v: the layer's inputs.
     pub n: usize,
-    /// Rows a worker has room for.
+    /// Rows in each worker's block.
     pub batch: usize,
     /// Number of workers.
     pub workers: usize,
@@ -84,13 +86,13 @@ impl Layout {
         self.chunks().saturating_sub(1) as usize * self.chunk_rows
     }
 
-    /// What of a chunk that begins at `range.start` has its place in `worker`'s block: all of it, unless it is a last one
-    /// that is too long.
+    /// The part of a chunk's `range` that lies in `worker`'s block: all of it, unless the chunk is a
+    /// last one that is too long for the block.
     pub fn placed(&self, worker: NodeId, range: &Range<usize>) -> Range<usize> {
         range.start..range.end.min(self.block(worker).end)
     }
 
-    /// Number of chunks each worker sends, however many rows its batch has this time.
+    /// Number of chunks that each worker sends in every step, however many rows its batch has.
     pub fn chunks(&self) -> u32 {
         self.batch.div_ceil(self.chunk_rows) as u32
     }
@@ -105,8 +107,8 @@ impl Layout {
         (0..self.chunks().min(self.lanes.into())).map(|index| self.lane(index))
     }
 
-    /// The elements of the matrix for chunk `index` of `worker`, who has `rows` rows this time. May be
-    /// empty. That of a last chunk may go beyond the worker's block.
+    /// The elements of the matrix for chunk `index` of `worker`, which has `rows` rows in this step.
+    /// The range may be empty. The range of a last chunk may go beyond the worker's block.
     fn chunk(&self, worker: NodeId, index: u32, rows: usize) -> Range<usize> {
         let start = index as usize * self.chunk_rows;
         let is_last = index + 1 == self.chunks();
@@ -116,7 +118,8 @@ impl Layout {
     }
 }
 
-/// Most bytes of a last chunk that is longer than its place. Memory for it is got when it is announced.
+/// The most bytes of a last chunk that goes beyond its worker's block. Memory for such a chunk is
+/// allocated when its header comes.
 const LONGEST: usize = 256 << 20;
 
 /// Counts off the factors of one layer that one lane carries.
@@ -129,16 +132,17 @@ pub struct Gather {
     chunks: Vec<u32>,
     /// The last clock that was sent.
     sent: Clock,
-    /// By parity of the clock: the one that was sent last, and the next.
+    /// The clock that was sent last and the one after it, by the parity of the clock.
     rounds: [Round; 2],
 }
 
+/// What has come of one clock.
 #[derive(Clone, Debug)]
 struct Round {
     clock: Clock,
-    /// Everybody's learning rate, once somebody has said it.
+    /// The learning rate of this clock, once the first worker has named it. All must name the same.
     rate: Option<f32>,
-    /// Worker by worker, the chunks of this lane.
+    /// Whether a chunk has come: the chunks of this lane of worker 0, then of worker 1, and so on.
     arrived: Vec<bool>,
     missing: usize,
 }
@@ -146,12 +150,13 @@ struct Round {
 /// Where a frame's payload goes.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Arrival {
-    /// Which of the two places: the clock's parity.
+    /// Which of the two matrices: the clock's parity.
     pub place: usize,
-    /// The elements of the matrix that the payload is; beyond the sender's block if it is too long a
-    /// last chunk.
+    /// The elements of the matrix that the payload fills. They go beyond the sender's block if the
+    /// chunk is a last one that is too long for it.
     pub range: Range<usize>,
-    /// Elements of the chunk that it leaves out, because the batch was short: they become zero.
+    /// Elements of the chunk that the payload leaves out, because the batch was short. They become
+    /// zero.
     pub blank: Range<usize>,
 }
 
@@ -165,7 +170,7 @@ impl Gather {
             arrived: vec![false; chunks.len() * layout.workers],
             missing: (layout.workers - 1) * chunks.len(),
         };
-        // Nothing of clock 0 ever comes: its place is closed until clock 1 has been sent.
+        // No factors of clock 0 ever come: its round is complete until clock 1 has been sent.
         let rounds = [Round { missing: 0, ..round(Clock(0)) }, round(Clock(1))];
         Self { layer, layout: layout.clone(), me, chunks, sent: Clock(0), rounds }
     }
@@ -180,9 +185,9 @@ impl Gather {
         }
     }
 
-    /// This worker's `rows` rows go out at `clock`, which is the next one. Returns the chunks to
-    /// send to every other worker, and where they are: beyond this worker's block if a last one is
-    /// too long for it.
+    /// This worker sends `rows` rows at `clock`, the clock after the last one sent. Returns the
+    /// chunks to send to every other worker, with their elements of the matrix. Those of a last
+    /// chunk that is too long go beyond this worker's block.
     pub fn handle_send(
         &mut self,
         clock: Clock,
@@ -205,7 +210,7 @@ impl Gather {
         }))
     }
 
-    /// Factors are about to arrive. Returns where they go.
+    /// A frame of factors is about to arrive. Returns where its payload goes.
     pub fn handle_factors(&mut self, header: &Header) -> Result<Arrival, Violation> {
         if header.kind != Kind::Factors {
             return Err(Violation::WrongKind);
@@ -235,8 +240,8 @@ impl Gather {
         Ok(Arrival { place: place(header.clock), range: whole.start..end, blank })
     }
 
-    /// A frame that `handle_factors` let in is in place. True when this lane now has everybody's
-    /// factors of the clock that was sent.
+    /// The payload of a frame that `handle_factors` accepted is in place. True if this lane now has
+    /// all workers' factors of the clock that was sent last.
     pub fn handle_landed(&mut self, sender: NodeId, index: u32, clock: Clock) -> bool {
         let Some(slot) = self.slot(sender, index) else { return false };
         let round = &mut self.rounds[place(clock)];
@@ -247,7 +252,7 @@ impl Gather {
         clock == self.sent && round.missing == 0
     }
 
-    /// Whether everybody's factors of the clock that was sent are there.
+    /// Whether this lane has all workers' factors of the clock that was sent last.
     pub fn is_gathered(&self) -> bool {
         self.rounds[place(self.sent)].missing == 0
     }
@@ -257,7 +262,7 @@ impl Gather {
         self.sent
     }
 
-    /// What has not come of the clock that was sent, and from whom.
+    /// The chunks of the clock that was sent last which have not come, and from which worker.
     pub fn missing(&self) -> impl Iterator<Item = (ChunkKey, NodeId)> + '_ {
         let round = &self.rounds[place(self.sent)];
         let awaited =
@@ -288,7 +293,7 @@ impl Round {
     }
 }
 
-/// Which of the two places a clock's factors use.
+/// Which of the two matrices a clock's factors use.
 pub fn place(clock: Clock) -> usize {
     (clock.0 % 2) as usize
 }

@@ -7,11 +7,13 @@ use std::{fmt, str::FromStr};
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Overlap {
-    /// None: everything is sent after the backward pass and awaited before the next step.
+    /// None: all layers are sent after the backward pass and awaited before the next step.
     None,
-    /// A layer is sent when its backward ends; all are awaited before the next step.
+    /// The backward pass: a layer is sent when its backward ends. All layers are awaited before the
+    /// next step.
     Backward,
-    /// Also the next forward: each layer is awaited when its turn comes.
+    /// The backward pass and the next forward pass: a layer is sent when its backward ends, and
+    /// awaited when its next forward begins.
     #[default]
     Full,
 }

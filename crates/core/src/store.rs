@@ -1,16 +1,16 @@
 //! The state machine of one shard: the chunks of one lane of one server node (Poseidon 2017 §4.1).
 //!
 //! A chunk collects one contribution from every worker, in pieces, as the network delivers them.
-//! When the last one is in, the optimizer runs on the chunk while it is still in cache and the
-//! result goes to every worker.
+//! When the last contribution is in, the optimizer runs on the chunk while the chunk is still in
+//! cache, and the result goes to every worker.
 //!
-//! A sum lives in one of two places. If this node has a worker of its own and that worker was first,
-//! it *lends* its gradient's memory and the others are added to it in place: no copy in, no copy
-//! out. Otherwise the sum lives in a recycled buffer, so a shard that keeps up touches only a few
-//! chunks' worth of memory however large the model is.
+//! The sum of a chunk lives in one of two places. If this node has a worker of its own and that
+//! worker contributes first, the worker *lends* its gradient's memory, and the other contributions
+//! are added to it in place: no copy in, no copy out. Otherwise the sum lives in a recycled buffer.
+//! So a shard that keeps up touches the memory of a few chunks only, however large the model is.
 //!
-//! In a simulation there are no numbers: [`Store::ghost`] judges, counts and answers like any other
-//! store, and all its sums are empty.
+//! A simulation has no numbers: [`Store::ghost`] judges, counts and answers like any other store,
+//! and all its sums are empty.
 
 use crate::optim::{self, Optimizer, Reduction, Step, state_of};
 
@@ -28,20 +28,21 @@ pub struct Store {
     order: Order,
     /// In the order of [`keys`](Self::keys).
     slots: Vec<Slot>,
-    /// This shard's chunks, sorted. Apart from the slots, because it is searched.
+    /// This shard's chunks, sorted. They are kept apart from the slots, because they are searched.
     keys: Vec<ChunkKey>,
-    /// Free buffers by length, last used first: the warmest in cache.
+    /// Free buffers by length. The one used last is taken first: it is most likely in cache.
     free: BTreeMap<usize, Vec<Arc<[f32]>>>,
 }
 
 /// In which order contributions are added.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Order {
-    /// As they come: the fastest, and replicas still agree with each other bit by bit.
+    /// In the order in which they come. This is the fastest, and replicas still agree with each
+    /// other bit by bit.
     #[default]
     Arrival,
-    /// By rank: a run is bit-identical to its repetition. Costs a buffer for every contribution
-    /// that comes before its turn.
+    /// In the order of the workers' ranks, so a run is bit-identical to its repetition. It takes a
+    /// buffer for every contribution that comes before its turn.
     Rank,
 }
 
@@ -69,9 +70,9 @@ pub struct Completed {
 /// Where a result is.
 #[derive(Debug)]
 pub enum Outcome {
-    /// Here. Hand it back with [`Store::release`].
+    /// In this buffer. It is handed back with [`Store::release`].
     Held(Arc<[f32]>),
-    /// In the memory this node's worker lent.
+    /// In the memory that this node's worker lent.
     Lent,
 }
 
@@ -93,53 +94,59 @@ pub struct Resumption<'a> {
 pub struct Stall {
     /// The chunk.
     pub key: ChunkKey,
-    /// The clock it is collecting.
+    /// The clock that the chunk is collecting.
     pub clock: Clock,
-    /// The workers it has nothing from.
+    /// The workers whose contribution is not complete.
     pub missing: Vec<NodeId>,
-    /// Since the first contribution to this clock.
+    /// How long ago the first contribution to this clock began.
     pub waited: Duration,
 }
 
 type SlotId = u32;
 
+/// One chunk of the shard.
 #[derive(Debug)]
 struct Slot {
     key: ChunkKey,
-    /// Elements a contribution must have.
+    /// Elements that a contribution must have.
     len: usize,
-    /// Elements that memory is kept for: as many, or none in a simulation.
+    /// Elements that memory is kept for: `len`, or none in a simulation.
     room: usize,
-    /// False if the layer goes by factors: only its initial values pass through here.
+    /// False if the layer goes by factors: then only its initial values pass through the store.
     collects: bool,
-    /// The clock it collects or will collect next.
+    /// The clock that the chunk collects, or will collect next.
     clock: Clock,
     parameters: Option<Arc<[f32]>>,
     state: Vec<Vec<f32>>,
-    /// Steps the rule took before this store: its state came from a checkpoint.
+    /// Steps that the update rule took before this store existed, if its state came from a
+    /// checkpoint.
     steps_before: u64,
+    /// By worker: how much of its contribution to `clock` has come.
     contributors: Box<[Progress]>,
+    /// `None` until the first contribution to `clock` begins.
     round: Option<Round>,
 }
 
-/// What has come for the clock a slot collects.
+/// What has come for the clock that a slot collects.
 #[derive(Debug)]
 struct Round {
     kind: Kind,
     rate: f32,
     opened: Duration,
-    /// `None`: in the memory this node's worker lent.
+    /// `None` if the sum is in the memory that this node's worker lent.
     sum: Option<Arc<[f32]>>,
-    /// Elements of the sum that hold something. Every contribution comes in order, so this is as far
-    /// as the fastest one has come: below it pieces are added, above it they are assigned, and the
-    /// buffer needs no clearing.
+    /// Elements of the sum that have a value. The pieces of a contribution come in order, so this is
+    /// how far the fastest contribution has come. Pieces are added below it and assigned above it,
+    /// so the buffer needs no clearing.
     filled: usize,
     finished: usize,
-    /// [`Order::Rank`]: contributions that wait for their turn, and whose turn it is.
+    /// With [`Order::Rank`]: contributions that wait for their turn, by worker.
     waiting: BTreeMap<usize, Arc<[f32]>>,
+    /// With [`Order::Rank`]: the worker whose contribution is added next.
     turn: usize,
 }
 
+/// How much of a worker's contribution has come.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Progress {
     Absent,
@@ -148,7 +155,7 @@ enum Progress {
 }
 
 impl Contribution {
-    /// Whether it goes into memory this node's worker lent.
+    /// Whether it is added to a sum in memory that this node's worker lent.
     pub fn is_lent(&self) -> bool {
         self.lent
     }
@@ -190,8 +197,8 @@ impl Store {
         store
     }
 
-    /// A contribution is about to arrive, from the wire or from the worker on this node. Checks it
-    /// before a byte of its payload is taken.
+    /// A contribution is about to arrive, from the wire or from the worker on this node. Its header
+    /// is checked before a byte of its payload is taken.
     pub fn handle_push(
         &mut self,
         header: &Header,
@@ -201,15 +208,16 @@ impl Store {
         self.admit(id, header, now, false)
     }
 
-    /// This node's worker offers its gradient's memory for the sum: all of it is a contribution
-    /// already. `None` if others were first, and the worker has to contribute like everybody else.
+    /// This node's worker offers its gradient's memory for the sum. The gradient in it counts as a
+    /// complete contribution. `None` if another worker was first: then this worker has to
+    /// contribute like the others.
     pub fn handle_loan(
         &mut self,
         header: &Header,
         now: Duration,
     ) -> Result<Option<Contribution>, Violation> {
         let id = self.slot(header.chunk)?;
-        // In rank order a sum cannot start with whoever happens to be here.
+        // In rank order a sum begins with worker 0's contribution, not with this node's.
         let first = self.slots[id as usize].round.is_none();
         if !first || self.order == Order::Rank || header.kind != Kind::Push {
             return Ok(None);
@@ -219,8 +227,8 @@ impl Store {
         Ok(Some(loan))
     }
 
-    /// The next piece of a contribution. Pieces come in order and are as long as the network made
-    /// them. `lent` is the chunk's lent memory, if [`Contribution::is_lent`].
+    /// The next piece of a contribution. Pieces come in order, and each is as long as the network
+    /// made it. `lent` is the chunk's lent memory, if [`Contribution::is_lent`].
     pub fn handle_piece(
         &mut self,
         contribution: &mut Contribution,
@@ -242,8 +250,8 @@ impl Store {
         }
     }
 
-    /// All pieces of a contribution are in. Returns the chunk when that completes its clock. `lent`
-    /// is the chunk's lent memory, if [`Contribution::is_lent`].
+    /// All pieces of a contribution are in. Returns the chunk if this contribution completes the
+    /// chunk's clock. `lent` is the chunk's lent memory, if [`Contribution::is_lent`].
     pub fn handle_contributed(
         &mut self,
         contribution: Contribution,
@@ -268,15 +276,15 @@ impl Store {
         (round.finished == self.workers).then(|| self.complete(contribution.slot, lent))
     }
 
-    /// A result has been handed to a link or copied. The last hand to let go returns the buffer to
-    /// the pool.
+    /// A link has sent a result, or it has been copied. The buffer returns to the pool when its last
+    /// holder releases it.
     pub fn release(&mut self, result: Arc<[f32]>) {
         if Arc::strong_count(&result) == 1 {
             self.free.entry(result.len()).or_default().push(result);
         }
     }
 
-    /// The chunk that has been waiting longest for a missing worker, if it is over `limit`.
+    /// The chunk that has waited longest for a missing worker, if it has waited for `limit`.
     pub fn poll_stalled(&self, now: Duration, limit: Duration) -> Option<Stall> {
         let open = self.slots.iter().filter_map(|s| Some((s, s.round.as_ref()?)));
         let (slot, round) = open.min_by_key(|(_, round)| round.opened)?;
@@ -289,15 +297,16 @@ impl Store {
         Some(Stall { key: slot.key, clock: slot.clock, missing: missing.collect(), waited })
     }
 
-    /// The update rule's vectors of a chunk; none before it has its initial parameters, or if the
-    /// rule keeps none.
+    /// The update rule's state vectors of a chunk. `None` before the chunk has its initial
+    /// parameters, and for rules that keep no parameters.
     pub fn rule_state(&self, chunk: ChunkKey) -> Option<&[Vec<f32>]> {
         let slot = &self.slots[self.slot(chunk).ok()? as usize];
         slot.parameters.is_some().then_some(&slot.state)
     }
 
-    /// Puts the update rule where it was after `steps` steps. False if the chunk is not here or has
-    /// no initial parameters yet, or if the vectors are not as many and as long as the rule's.
+    /// Sets a chunk's update rule to its state after `steps` steps. False if this shard does not have
+    /// the chunk, if the chunk has no initial parameters yet, or if the vectors differ in number or
+    /// length from the rule's.
     pub fn restore_rule(&mut self, chunk: ChunkKey, steps: u64, vectors: &[&[f32]]) -> bool {
         let Ok(id) = self.slot(chunk) else { return false };
         let slot = &mut self.slots[id as usize];
@@ -333,7 +342,7 @@ impl Store {
         true
     }
 
-    /// Bytes of sums, parameters and optimizer state this shard holds, free buffers included.
+    /// Bytes of sums, parameters and optimizer state that this shard holds, with free buffers.
     pub fn bytes(&self) -> usize {
         let free: usize = self.free.iter().map(|(len, buffers)| len * buffers.len()).sum();
         let held = self.slots.iter().map(|s| {
@@ -350,7 +359,7 @@ impl Store {
         Ok(at as SlotId)
     }
 
-    /// Lets a contribution in if it keeps the rules, and opens a round if it is the first.
+    /// Checks a contribution's header, and opens a round if the contribution is the first.
     fn admit(
         &mut self,
         id: SlotId,
@@ -363,13 +372,14 @@ impl Store {
         if worker >= self.workers {
             return Err(Violation::NotAWorker(header.sender));
         }
-        // Worker 0's initial values are everybody's; the others only say that they are ready.
+        // Worker 0's initial values become everybody's. The other workers send an empty Init, which
+        // says that they are ready.
         let carries = header.kind != Kind::Init || worker == 0;
         let expected = if carries { slot.len * size_of::<f32>() } else { 0 };
         if header.length as usize != expected {
             return Err(Violation::Length { expected, got: header.length as usize });
         }
-        // A shard that keeps no parameters can do without initial ones.
+        // A shard that keeps no parameters needs no initial ones.
         let skips_init = header.kind == Kind::Push
             && self.optimizer.is_stateless()
             && slot.clock == Clock(0)
@@ -437,8 +447,8 @@ impl Store {
             Outcome::Held(slot.parameters.insert(initial).clone())
         } else {
             let parameters = slot.parameters.as_mut().expect("pushes are refused before init");
-            // Every worker has the last result, or it could not have contributed to this one; but a
-            // link may not have let go of it yet.
+            // Every worker has the last result: otherwise it could not have contributed to this
+            // clock. But a link may still hold a reference to that result.
             if Arc::get_mut(parameters).is_none() {
                 let mut copy = buffer(&mut self.free, slot.room);
                 unshared(&mut copy).copy_from_slice(parameters);

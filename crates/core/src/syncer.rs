@@ -1,7 +1,7 @@
 //! The state machine of one layer on one lane of a worker (Poseidon 2017 §4.1, Table 2).
 //!
-//! A layer's chunks are spread over lanes; each lane runs a syncer for its part, so no two threads
-//! share one. The layer is synced when the syncers of all its lanes are.
+//! A layer's chunks are spread over lanes. Each lane has a syncer for its chunks of the layer, so no
+//! two threads share a syncer. The layer is synced when the syncers of all its lanes are synced.
 
 use crate::wire::{Header, Kind};
 use crate::{ChunkKey, Clock, LaneId, LayerId, NodeId, Plan, Violation};
@@ -9,12 +9,13 @@ use crate::{ChunkKey, Clock, LaneId, LayerId, NodeId, Plan, Violation};
 use std::ops::Range;
 use std::sync::Arc;
 
-/// Counts off one layer's chunks on one lane: the bit vector of BSP. A clone counts for itself, and
-/// shares what is the same for all: a simulation has one for each of a thousand workers.
+/// Counts off one layer's chunks on one lane: the bit vector of BSP. A clone counts for itself and
+/// shares the list of chunks, because a simulation has a clone for each of a thousand workers.
 #[derive(Clone, Debug)]
 pub struct Syncer {
+    /// The layer's chunks on this lane.
     parts: Arc<[Part]>,
-    /// By part, 64 to a word: it has come back.
+    /// A bit for each part, 64 to a word: whether the part has come back.
     arrived: Box<[u64]>,
     /// The clock in flight, or the last one that came back.
     clock: Clock,
@@ -26,9 +27,9 @@ pub struct Syncer {
 pub struct Part {
     /// The chunk.
     pub key: ChunkKey,
-    /// The node that holds it.
+    /// The server node that holds the chunk.
     pub server: NodeId,
-    /// The elements of the layer it covers.
+    /// The elements of the layer that the chunk covers.
     pub range: Range<usize>,
 }
 
@@ -54,7 +55,7 @@ impl Syncer {
         self.clock = clock;
     }
 
-    /// Whether this lane holds nothing of the layer.
+    /// Whether none of the layer's chunks is on this lane.
     pub fn is_empty(&self) -> bool {
         self.parts.is_empty()
     }
@@ -70,17 +71,17 @@ impl Syncer {
         &self.parts
     }
 
-    /// The elements of the layer that chunk `index` covers. `None` if it is not on this lane.
+    /// The elements of the layer that chunk `index` covers. `None` if the chunk is not on this lane.
     pub fn range(&self, index: u32) -> Option<Range<usize>> {
         self.part(index).map(|part| self.parts[part].range.clone())
     }
 
-    /// Whether all that was sent has come back.
+    /// Whether every chunk that was sent has come back.
     pub fn is_synced(&self) -> bool {
         self.missing == 0
     }
 
-    /// An update is about to arrive. Returns which elements of the layer its payload is.
+    /// An update is about to arrive. Returns the elements of the layer that its payload fills.
     pub fn handle_update(&self, header: &Header) -> Result<Range<usize>, Violation> {
         if header.kind != Kind::Update {
             return Err(Violation::WrongKind);
@@ -106,7 +107,8 @@ impl Syncer {
         Ok(part.range.clone())
     }
 
-    /// The update of chunk `index` is in place. True when it was the last one of this lane.
+    /// The payload of chunk `index`'s update is in place. True if it was the last one that this lane
+    /// waited for.
     pub fn handle_landed(&mut self, index: u32) -> bool {
         if let Some(part) = self.part(index)
             && !self.has_arrived(part)
@@ -138,7 +140,7 @@ impl Syncer {
     }
 
     fn part(&self, index: u32) -> Option<usize> {
-        // A node with one lane has all chunks: then they are where their index says.
+        // If the node has one lane, that lane has all chunks, and a chunk's index is its position.
         let at = index as usize;
         if self.parts.get(at).is_some_and(|part| part.key.index == index) {
             return Some(at);

@@ -10,9 +10,9 @@ use std::net::{IpAddr, Ipv4Addr, SocketAddr, ToSocketAddrs, UdpSocket};
 pub struct Choice {
     /// The address.
     pub ip: IpAddr,
-    /// The interface that has it, where that is known.
+    /// The interface that has the address, if it is known.
     pub interface: Option<String>,
-    /// Why this one, for the log.
+    /// Why this address was chosen, for the log.
     pub reason: String,
 }
 
@@ -48,7 +48,8 @@ pub enum AddressError {
         /// The interfaces there are.
         known: Interfaces,
     },
-    /// The interface has only link-local addresses, which mean nothing without naming it.
+    /// The interface has only link-local addresses. Such an address means nothing without the name
+    /// of the interface.
     #[error("interface {interface} has no address that other machines can connect to: {known}")]
     LinkLocalOnly {
         /// What was asked for.
@@ -85,16 +86,17 @@ pub enum AddressError {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Interfaces(Vec<(String, IpAddr)>);
 
-/// Chooses the address to listen on: the one `wanted` names, by itself or by its interface; or else
-/// the one from which the system would talk to the coordinator (`host:port`). Sends nothing.
+/// Chooses the address to listen on. If `wanted` is an address or an interface, it is that address or
+/// the interface's. Otherwise it is the address from which the system would talk to the coordinator
+/// (`host:port`). Nothing is sent.
 pub fn choose(wanted: Option<&str>, coordinator: &str) -> Result<Choice, AddressError> {
     let interfaces = Interfaces::list()?;
     let Some(wanted) = wanted else { return route(coordinator, interfaces) };
     if let Ok(ip) = wanted.parse() {
         return explicit(ip, interfaces);
     }
-    // Where an interface has addresses of both families, the coordinator's matters; if it cannot
-    // be told, IPv4.
+    // If the interface has addresses of both families, the coordinator's family is taken. If that
+    // is not known, it is IPv4.
     let target = resolve(coordinator).ok().and_then(|targets| targets.first().copied());
     interfaces.pick(wanted, target.is_some_and(|target| target.is_ipv6()))
 }
@@ -104,8 +106,8 @@ pub fn is_local(ip: IpAddr) -> bool {
     UdpSocket::bind((ip, 0)).is_ok()
 }
 
-/// Names this machine and network namespace: equal for two processes exactly if they can reach each
-/// other's abstract unix sockets. Where that cannot be told, equal to nobody else's.
+/// Names this machine and its network namespace. Two processes get equal names exactly if they can
+/// reach each other's abstract unix sockets. Where that cannot be told, the name is unique.
 pub fn host_id() -> String {
     linux_host_id()
         .or_else(|_| random_number().map(|n| format!("alone-{n:032x}")))
@@ -161,7 +163,8 @@ fn explicit(ip: IpAddr, known: Interfaces) -> Result<Choice, AddressError> {
     if ip.is_unspecified() {
         return Err(AddressError::Unspecified { ip, known });
     }
-    // Not looked up in the list: 127.0.0.2 is ours too, though no interface shows it.
+    // The address is not looked up in the list: 127.0.0.2 is this machine's, though no interface
+    // shows it.
     if UdpSocket::bind((ip, 0)).is_err() {
         return Err(AddressError::NotLocal { ip, known });
     }
@@ -181,8 +184,8 @@ fn route(coordinator: &str, known: Interfaces) -> Result<Choice, AddressError> {
             }
         };
         let (ip, reason) = if ip.is_loopback() && is_real_name(coordinator) {
-            // Many systems give their own host name a loopback address. The coordinator is here
-            // then, and the other nodes are not.
+            // Many systems give their own host name a loopback address. In that case the
+            // coordinator is on this machine, and the other nodes may be elsewhere.
             match local_address_towards(ANYWHERE).ok().filter(|ip| !ip.is_loopback()) {
                 Some(ip) => {
                     let why = "this machine is the coordinator, and its default route uses it";
@@ -204,7 +207,8 @@ fn resolve(coordinator: &str) -> io::Result<Vec<SocketAddr>> {
     coordinator.to_socket_addrs().map(Vec::from_iter)
 }
 
-/// Connecting a UDP socket looks up the route and sends nothing.
+/// The local address of the route to `target`. Connecting a UDP socket looks up the route and sends
+/// nothing.
 fn local_address_towards(target: SocketAddr) -> io::Result<IpAddr> {
     let any: IpAddr = match target {
         SocketAddr::V4(_) => Ipv4Addr::UNSPECIFIED.into(),
@@ -242,7 +246,7 @@ fn linux_host_id() -> io::Result<String> {
     Err(io::ErrorKind::Unsupported.into())
 }
 
-/// An address set aside for documentation (RFC 5737): where the default route leads.
+/// An address that is set aside for documentation (RFC 5737), so only the default route leads there.
 const ANYWHERE: SocketAddr = SocketAddr::new(IpAddr::V4(Ipv4Addr::new(192, 0, 2, 1)), 9);
 
 #[cfg(test)]

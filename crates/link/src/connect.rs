@@ -12,7 +12,7 @@ use std::sync::mpsc;
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// Where a listener is.
+/// The address of a listener.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub enum Address {
     /// `host:port`; the host may be a name.
@@ -37,7 +37,7 @@ pub struct Caller {
     pub purpose: Purpose,
     /// The calling node, or [`poseidon_core::wire::NOBODY`].
     pub node: NodeId,
-    /// The lane it calls.
+    /// The lane that is called; lanes of the same number call each other.
     pub lane: LaneId,
 }
 
@@ -51,12 +51,12 @@ pub enum ConnectError {
         /// What was given.
         address: String,
     },
-    /// The listener and we do not agree; trying again would not change it.
+    /// The listener refused, or could not prove who it is. Trying again would not change that.
     #[error("{address} was reached, but the handshake failed: {reason}")]
     Handshake {
-        /// Whom we called.
+        /// The address that was called.
         address: Address,
-        /// What they said, or failed to prove.
+        /// What the listener said, or failed to prove.
         reason: HandshakeError,
     },
     /// Nobody answered before the deadline.
@@ -145,12 +145,12 @@ fn attempt(
 fn open(target: &SockAddr, deadline: Instant) -> io::Result<Socket> {
     let socket = socket_for(target)?;
     if target.is_unix() {
-        // A name of its own, so that the listener's log can say who called.
+        // This socket gets a name of its own, so that the listener's log can say who called.
         let name = format!("poseidon-{}-{:016x}", std::process::id(), random_number()? as u64);
         socket.bind(&unix_address(&name)?)?;
     }
     let left = deadline.saturating_duration_since(Instant::now());
-    // The kernel spaces its own attempts ever further apart; ours start afresh.
+    // The kernel waits ever longer between its own attempts. A short limit starts them afresh.
     socket.connect_timeout(target, left.clamp(Duration::from_millis(1), LONGEST_ATTEMPT))?;
     if target.as_socket().is_some_and(|to| is_self_connected(&socket, to)) {
         return Err(ErrorKind::ConnectionRefused.into());
@@ -158,13 +158,16 @@ fn open(target: &SockAddr, deadline: Instant) -> io::Result<Socket> {
     Ok(socket)
 }
 
+/// Why an address has no sockets.
 enum Unresolved {
+    /// Asking again will not help.
     Never(ConnectError),
+    /// Asking again may help.
     NotYet(io::Error),
 }
 
-/// The sockets that `to` may mean, best first. A name that is not known yet may become known: the
-/// machine that will bear it may still be starting.
+/// The socket addresses that `to` may mean, best first. A name that is not known yet may become
+/// known: the machine with this name may still be starting.
 fn resolve(to: &Address, deadline: Instant) -> Result<Vec<SockAddr>, Unresolved> {
     let address = match to {
         Address::Unix(name) => {
@@ -181,7 +184,8 @@ fn resolve(to: &Address, deadline: Instant) -> Result<Vec<SockAddr>, Unresolved>
     if port.is_none_or(|port| port.parse::<u16>().is_err()) {
         return Err(Unresolved::Never(ConnectError::NotAnAddress { address: address.clone() }));
     }
-    // The system's resolver knows no deadline. A thread that outlives ours ends when it answers.
+    // The system's resolver takes no deadline, so another thread asks it. If the answer comes too
+    // late, that thread ends by itself then.
     let (sender, answer) = mpsc::channel();
     let name = address.clone();
     let ask = move || {
@@ -199,7 +203,7 @@ fn resolve(to: &Address, deadline: Instant) -> Result<Vec<SockAddr>, Unresolved>
     Ok(found.into_iter().map(SockAddr::from).collect())
 }
 
-/// Whether the listener has had its say.
+/// Whether the listener's answer is final, so that calling again would not change it.
 fn is_final(reason: &HandshakeError) -> bool {
     use HandshakeError::*;
     match reason {
@@ -208,7 +212,7 @@ fn is_final(reason: &HandshakeError) -> bool {
     }
 }
 
-/// The error with the address a name stood for.
+/// The error, with the address that was tried if `to` is a name.
 fn describe(to: &Address, target: &SockAddr, reason: &HandshakeError) -> String {
     match target.as_socket().map(|address| address.to_string()) {
         Some(address) if address != to.to_string() => format!("{address}: {reason}"),

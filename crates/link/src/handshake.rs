@@ -1,6 +1,6 @@
 //! Who may speak: the four messages of `docs/wire.md` §1, over any `Read + Write`.
 //!
-//! Deadlines are the stream's business: a read that fails with `TimedOut` or `WouldBlock` ends the
+//! The stream keeps the deadlines: a read that fails with `TimedOut` or `WouldBlock` ends the
 //! handshake.
 
 use crate::{Credentials, Secret};
@@ -32,7 +32,7 @@ pub enum HandshakeError {
     /// Something other than Poseidon listens there.
     #[error("what listens there is not Poseidon")]
     NotPoseidon,
-    /// The listener let us in without knowing the secret.
+    /// The listener admitted the caller, and does not know the secret.
     #[error(
         "the listener could not prove that it knows the cluster secret: it is not one of this \
          cluster's nodes"
@@ -63,7 +63,7 @@ pub enum HandshakeError {
     Io(#[from] io::Error),
 }
 
-/// The caller's side, whole. On success both ends have proved that they know the secret.
+/// The caller's side of the whole handshake. On success both ends have proved that they know the secret.
 pub fn call(
     stream: &mut (impl Read + Write),
     hello: &Hello,
@@ -169,7 +169,8 @@ impl Transcript {
     }
 }
 
-/// Different labels, so that neither side's proof can be sent back as the other's.
+/// The two sides' proofs have different labels, so that neither proof can be sent back as the
+/// other's.
 const CALLER: &[u8] = b"poseidon caller";
 const LISTENER: &[u8] = b"poseidon listener";
 
@@ -178,7 +179,8 @@ const LISTENER: &[u8] = b"poseidon listener";
 /// gets its answer at once.
 const PREFIX: usize = 16;
 
-/// The outer error is the stream's; the inner one is the status the caller is owed.
+/// Reads the caller's Hello. The outer error is the stream's. The inner error is the status that the
+/// listener answers with.
 fn receive_hello(
     stream: &mut impl Read,
     bytes: &mut [u8; Hello::SIZE],

@@ -34,19 +34,20 @@ pub trait Link: Send {
     /// stream. More than 1024 buffers are not all used.
     fn read(&mut self, bufs: &mut [IoSliceMut<'_>]) -> io::Result<usize>;
 
-    /// As [`read`](Link::read), into memory that nobody looks at soon: it may be written past the cache.
+    /// As [`read`](Link::read), into memory that nobody reads soon. The link may write such memory
+    /// past the cache.
     fn land(&mut self, bufs: &mut [IoSliceMut<'_>]) -> io::Result<usize> {
         self.read(bufs)
     }
 
-    /// What has come and lies in memory already, to be used where it is and then
-    /// [consumed](Link::consume). Nothing on links that must be read, and nothing where the next
-    /// [`read`](Link::read) would wait.
+    /// Bytes that have come and lie in the link's memory. The caller uses them where they are and
+    /// then [consumes](Link::consume) them. Empty if the link has no such memory, and empty if the
+    /// next [`read`](Link::read) would have to wait.
     fn peek(&self) -> io::Result<&[u8]> {
         Ok(&[])
     }
 
-    /// As if `bytes` of what [`peek`](Link::peek) showed had been read.
+    /// Takes the first `bytes` bytes that [`peek`](Link::peek) showed, as if they had been read.
     fn consume(&mut self, bytes: usize) -> io::Result<()> {
         match bytes {
             0 => Ok(()),
@@ -63,8 +64,8 @@ pub trait Link: Send {
     }
 
     /// Says that nothing more will be written. The peer reads what was written before, then the end
-    /// of the stream. Dropping a link that has unread input instead may destroy output that is
-    /// still on its way.
+    /// of the stream. Call it before dropping a link: dropping one with unread input may destroy
+    /// output that is still on its way.
     fn finish(&mut self) -> io::Result<()>;
 
     /// Asks `registry` to report when the link may be read or written again. Edge-triggered, as

@@ -16,12 +16,14 @@ use std::thread::{self, JoinHandle, Scope};
 use std::time::{Duration, Instant};
 
 /// Where a node is called: a TCP port and, on Linux, an abstract unix socket for callers on the
-/// same machine. Callers are answered once it [serves](Listener::serve); until then they wait.
+/// same machine. Callers are answered once the listener [serves](Listener::serve); until then
+/// they wait.
 #[derive(Debug)]
 pub struct Listener {
     tcp: SocketAddr,
     unix: Option<String>,
-    doors: Vec<Socket>,
+    /// The listening sockets: the TCP one and, if there is one, the unix one.
+    sockets: Vec<Socket>,
 }
 
 /// Why a node cannot be called at the address it was given.
@@ -64,20 +66,20 @@ impl Listener {
     /// so, an abstract unix socket with a random name.
     pub fn bind(ip: IpAddr, port: u16, unix: bool) -> Result<Self, BindError> {
         let address = SocketAddr::new(ip, port);
-        let (tcp, door) = open_tcp(address).map_err(|source| match source.kind() {
+        let (tcp, listening) = open_tcp(address).map_err(|source| match source.kind() {
             ErrorKind::AddrInUse => BindError::InUse { address },
             ErrorKind::AddrNotAvailable => BindError::NotLocal { address },
             ErrorKind::PermissionDenied => BindError::Forbidden { address },
             _ => BindError::Other { address: address.to_string(), source },
         })?;
-        let mut listener = Self { tcp, unix: None, doors: vec![door] };
+        let mut listener = Self { tcp, unix: None, sockets: vec![listening] };
         if unix && cfg!(target_os = "linux") {
-            let (name, door) = open_unix().map_err(|source| BindError::Other {
+            let (name, listening) = open_unix().map_err(|source| BindError::Other {
                 address: "an abstract unix socket".to_owned(),
                 source,
             })?;
             listener.unix = Some(name);
-            listener.doors.push(door);
+            listener.sockets.push(listening);
         }
         Ok(listener)
     }
@@ -94,21 +96,22 @@ impl Listener {
 
     /// Answers callers in the background until the returned [`Serving`] is dropped.
     ///
-    /// Each handshake has a thread of its own, so a silent or slow caller keeps nobody waiting.
-    /// `admit` is asked about callers that know the secret; whom it lets in goes to `deliver`. Both
-    /// are called from several threads at once and should not block. `admit` decides and does not
-    /// record: the caller may be gone before its welcome reaches it, and two callers that claim to
-    /// be the same node may both be admitted, so `deliver` must cope with a second one.
+    /// Each handshake has a thread of its own, so a silent or slow caller keeps nobody pending.
+    /// `admit` is asked about callers that know the secret. The connection of a caller that it
+    /// admits goes to `deliver`. Both functions are called from several threads at once and should
+    /// not block. `admit` decides and does not record: the caller may be gone before its welcome
+    /// reaches it. Two callers that claim to be the same node may both be admitted, so `deliver`
+    /// must cope with a second one.
     pub fn serve(
         self,
         credentials: Credentials,
         admit: impl Fn(&Hello) -> Result<(), Status> + Send + Sync + 'static,
         deliver: impl Fn(Hello, Stream) + Send + Sync + 'static,
     ) -> io::Result<Serving> {
-        self.serve_patiently(MESSAGE_LIMIT, credentials, admit, deliver)
+        self.serve_with_limit(MESSAGE_LIMIT, credentials, admit, deliver)
     }
 
-    fn serve_patiently(
+    fn serve_with_limit(
         self,
         message_limit: Duration,
         credentials: Credentials,
@@ -116,37 +119,37 @@ impl Listener {
         deliver: impl Fn(Hello, Stream) + Send + Sync + 'static,
     ) -> io::Result<Serving> {
         let poll = Poll::new()?;
-        for door in &self.doors {
-            let mut source = SourceFd(&door.as_raw_fd());
+        for listening in &self.sockets {
+            let mut source = SourceFd(&listening.as_raw_fd());
             poll.registry().register(&mut source, CALLER, Interest::READABLE)?;
         }
         let waker = Arc::new(Waker::new(poll.registry(), WAKE)?);
         let stop = Arc::new(AtomicBool::new(false));
-        let porter = Porter {
-            doors: self.doors,
+        let acceptor = Acceptor {
+            sockets: self.sockets,
             credentials,
             message_limit,
             admit,
             deliver,
             stop: stop.clone(),
             waker: waker.clone(),
-            waiting: Mutex::default(),
+            pending: Mutex::default(),
         };
         let thread = thread::Builder::new()
             .name("poseidon-accept".to_owned())
-            .spawn(move || porter.run(poll))?;
+            .spawn(move || acceptor.run(poll))?;
         Ok(Serving { tcp: self.tcp, unix: self.unix, stop, waker, thread: Some(thread) })
     }
 }
 
 /// A listener at work. Dropping it closes the addresses, hangs up on callers in mid-handshake and
-/// returns when its threads have ended; connections already delivered live on. Not to be dropped
-/// within `admit` or `deliver`, for whose return it waits.
+/// returns when the listener's threads have ended. Connections that were delivered live on. It must
+/// not be dropped within `admit` or `deliver`, because the drop waits until these return.
 #[derive(Debug)]
 pub struct Serving {
     tcp: SocketAddr,
     unix: Option<String>,
-    /// Written once, by drop.
+    /// Set once, when this is dropped; the accepting thread reads it.
     stop: Arc<AtomicBool>,
     waker: Arc<Waker>,
     thread: Option<JoinHandle<()>>,
@@ -173,34 +176,35 @@ impl Drop for Serving {
             return;
         }
         if let Some(thread) = self.thread.take() {
-            // An error means that `admit` or `deliver` panicked, which has been reported then.
+            // An error means that `admit` or `deliver` panicked. The panic itself was reported.
             let _ = thread.join();
         }
     }
 }
 
-/// Everything the accepting thread and the handshakes it starts share.
-struct Porter<A, D> {
-    doors: Vec<Socket>,
+/// What the accepting thread shares with the threads of the handshakes it starts.
+struct Acceptor<A, D> {
+    sockets: Vec<Socket>,
     credentials: Credentials,
     message_limit: Duration,
     admit: A,
     deliver: D,
     stop: Arc<AtomicBool>,
     waker: Arc<Waker>,
-    /// Callers in mid-handshake, oldest first. The accepting thread adds; whoever removes one
-    /// has the last word on it: its own thread when the handshake is over, the accepting thread
-    /// when it hangs up.
-    waiting: Mutex<BTreeMap<u64, Waiting>>,
+    /// Handshakes under way by id, oldest first. The accepting thread adds a handshake. It is
+    /// removed by its own thread when it is over, or by the accepting thread when that hangs up on
+    /// the caller. The thread that removes a handshake decides what becomes of its connection.
+    pending: Mutex<BTreeMap<u64, PendingHandshake>>,
 }
 
-struct Waiting {
+/// One handshake under way: what is needed to hang up on its caller.
+struct PendingHandshake {
     since: Instant,
     peer: String,
     socket: Socket,
 }
 
-impl<A, D> Porter<A, D>
+impl<A, D> Acceptor<A, D>
 where
     A: Fn(&Hello) -> Result<(), Status> + Sync,
     D: Fn(Hello, Stream) + Sync,
@@ -223,22 +227,23 @@ where
                 }
                 pause = self.accept_all(scope, &mut next_id);
             }
-            for waiting in std::mem::take(&mut *self.waiting()).into_values() {
-                let _ = waiting.socket.shutdown(Shutdown::Both);
+            for pending in std::mem::take(&mut *self.pending()).into_values() {
+                let _ = pending.socket.shutdown(Shutdown::Both);
             }
         });
     }
 
-    /// Accepts until nobody knocks: readiness is edge-triggered. Where it has to leave somebody
-    /// standing, it returns how soon to try again; the end of a handshake wakes it sooner.
+    /// Accepts until no caller is left, because readiness is edge-triggered. If it has to leave a
+    /// caller in the queue, it returns how soon to try again; the end of a handshake wakes the
+    /// accepting thread sooner.
     fn accept_all<'s>(&'s self, scope: &'s Scope<'s, '_>, next_id: &mut u64) -> Option<Duration> {
         while !self.stop.load(Ordering::Acquire) {
             let mut idle = true;
-            for door in &self.doors {
+            for listening in &self.sockets {
                 if let Err(wait) = self.make_room() {
                     return Some(wait);
                 }
-                match door.accept() {
+                match listening.accept() {
                     Ok((socket, address)) => {
                         idle = false;
                         *next_id += 1;
@@ -248,7 +253,7 @@ where
                     }
                     Err(e) => match e.kind() {
                         ErrorKind::WouldBlock => {}
-                        // The caller's own mishaps, which say nothing about the next one.
+                        // This caller failed, which says nothing about the next caller.
                         ErrorKind::Interrupted
                         | ErrorKind::ConnectionAborted
                         | ErrorKind::ConnectionReset => idle = false,
@@ -266,19 +271,20 @@ where
         None
     }
 
-    /// Room for one more handshake, or how long it may take. When all are taken, one that has
-    /// lasted far longer than an honest one gives way.
+    /// Makes sure that one more handshake may start, or says how long to wait. When the most
+    /// handshakes are under way, the oldest is cut off if it has lasted far longer than an honest
+    /// one.
     fn make_room(&self) -> Result<(), Duration> {
-        let mut waiting = self.waiting();
-        if waiting.len() < MAX_HANDSHAKES {
+        let mut pending = self.pending();
+        if pending.len() < MAX_HANDSHAKES {
             return Ok(());
         }
-        let Some(oldest) = waiting.first_entry() else { return Ok(()) };
+        let Some(oldest) = pending.first_entry() else { return Ok(()) };
         let age = oldest.get().since.elapsed();
-        if age < PATIENCE_WHEN_FULL {
-            return Err(PATIENCE_WHEN_FULL - age);
+        if age < LONGEST_WHEN_FULL {
+            return Err(LONGEST_WHEN_FULL - age);
         }
-        let Waiting { peer, socket, .. } = oldest.remove();
+        let PendingHandshake { peer, socket, .. } = oldest.remove();
         tracing::warn!(peer, "refused a connection: too slow while others wait");
         let _ = socket.shutdown(Shutdown::Both);
         Ok(())
@@ -294,31 +300,31 @@ where
         let stream = Stream::new(socket, address)?;
         let socket = stream.try_clone_socket()?;
         let peer = stream.peer().to_owned();
-        self.waiting().insert(id, Waiting { since: Instant::now(), peer, socket });
-        let place = Place { porter: self, id };
-        // If the thread cannot be started, the closure is dropped and `place` with it.
+        self.pending().insert(id, PendingHandshake { since: Instant::now(), peer, socket });
+        let slot = HandshakeSlot { acceptor: self, id };
+        // If the thread cannot be started, the closure is dropped, and `slot` with it.
         thread::Builder::new()
             .name("poseidon-hello".to_owned())
-            .spawn_scoped(scope, move || self.answer(stream, place))?;
+            .spawn_scoped(scope, move || self.answer(stream, slot))?;
         Ok(())
     }
 
-    fn answer(&self, mut stream: Stream, place: Place<'_, A, D>) {
+    fn answer(&self, mut stream: Stream, slot: HandshakeSlot<'_, A, D>) {
         match self.shake_hands(&mut stream) {
             Ok(hello) => {
-                if place.leave() {
+                if slot.leave() {
                     stream.set_deadline(None);
                     (self.deliver)(hello, stream);
                 }
             }
             Err(error) => {
-                if !self.waiting().contains_key(&place.id) {
+                if !self.pending().contains_key(&slot.id) {
                     // The accepting thread hung up, and has said so.
                     return;
                 }
                 let peer = stream.peer();
                 match &error {
-                    // Scanners and health checks: they asked for nothing, and nothing was refused.
+                    // Port scanners and health checks ask for nothing, so nothing was refused.
                     HandshakeError::Cut { message: "Hello", got: 0, .. } => {
                         tracing::debug!(peer, "a caller left without a word");
                     }
@@ -339,33 +345,34 @@ where
     }
 }
 
-impl<A, D> Porter<A, D> {
-    fn waiting(&self) -> MutexGuard<'_, BTreeMap<u64, Waiting>> {
-        self.waiting.lock().expect("nothing panics while it holds this lock")
+impl<A, D> Acceptor<A, D> {
+    fn pending(&self) -> MutexGuard<'_, BTreeMap<u64, PendingHandshake>> {
+        self.pending.lock().expect("nothing panics while it holds this lock")
     }
 }
 
-/// A caller's place among those waiting, given up when its thread ends, however it ends.
-struct Place<'a, A, D> {
-    porter: &'a Porter<A, D>,
+/// One of the [`MAX_HANDSHAKES`] slots. It is given up when the handshake's thread ends, also by a
+/// panic.
+struct HandshakeSlot<'a, A, D> {
+    acceptor: &'a Acceptor<A, D>,
     id: u64,
 }
 
-impl<A, D> Place<'_, A, D> {
-    /// Whether the place was still held.
+impl<A, D> HandshakeSlot<'_, A, D> {
+    /// Gives the slot up. False if the accepting thread has taken it away before.
     fn leave(&self) -> bool {
-        let mut waiting = self.porter.waiting();
-        let was_full = waiting.len() >= MAX_HANDSHAKES;
-        let held = waiting.remove(&self.id).is_some();
+        let mut pending = self.acceptor.pending();
+        let was_full = pending.len() >= MAX_HANDSHAKES;
+        let held = pending.remove(&self.id).is_some();
         if held && was_full {
-            // Failing to wake costs the next caller a pause, no more.
-            let _ = self.porter.waker.wake();
+            // If the accepting thread cannot be woken, the next caller waits for its pause.
+            let _ = self.acceptor.waker.wake();
         }
         held
     }
 }
 
-impl<A, D> Drop for Place<'_, A, D> {
+impl<A, D> Drop for HandshakeSlot<'_, A, D> {
     fn drop(&mut self) {
         self.leave();
     }
@@ -398,13 +405,15 @@ const WAKE: Token = Token(1);
 
 /// How long each message of a caller may take, by `docs/wire.md` §1.
 const MESSAGE_LIMIT: Duration = Duration::from_secs(5);
-/// Threads that strangers can make us start.
+/// The most handshakes at a time. Each has a thread, so it limits the threads that strangers can
+/// make this process start.
 const MAX_HANDSHAKES: usize = 64;
-/// A handshake takes two round trips. Longer than this, and others knocking, it is not honest work.
-const PATIENCE_WHEN_FULL: Duration = Duration::from_secs(1);
+/// How long a handshake may last while others wait to start. An honest one takes two round trips.
+const LONGEST_WHEN_FULL: Duration = Duration::from_secs(1);
 /// How long to wait when the system is out of descriptors or memory.
 const SHORTAGE_PAUSE: Duration = Duration::from_millis(100);
-/// Every lane of every node may call in the same instant; the kernel caps it as it likes.
+/// Callers that the kernel keeps until they are accepted. Every lane of every node may call in the
+/// same instant; the kernel may allow fewer.
 const BACKLOG: i32 = 4096;
 
 #[cfg(test)]
@@ -427,7 +436,7 @@ mod tests {
         let (sender, delivered) = mpsc::channel();
         let listener = Listener::bind(Ipv4Addr::LOCALHOST.into(), 0, true).unwrap();
         let deliver = move |hello: Hello, _: Stream| sender.send(hello.node).unwrap();
-        (listener.serve_patiently(limit, credentials(), |_| Ok(()), deliver).unwrap(), delivered)
+        (listener.serve_with_limit(limit, credentials(), |_| Ok(()), deliver).unwrap(), delivered)
     }
 
     fn call(serving: &Serving, node: u16) -> Stream {

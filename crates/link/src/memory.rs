@@ -1,9 +1,9 @@
 //! Links without a network, for tests: in virtual time, with faults, and deterministic.
 //!
-//! Bytes become readable when the virtual clock says so, never sooner. Reads and writes are cut
-//! short at arbitrary points, so whoever relies on a call moving a whole header or a whole float
-//! is found out. Nothing waits: a harness polls its links and, when none of them makes progress,
-//! advances the clock to the next [`Faults::next_event`].
+//! Bytes become readable when the virtual clock reaches their arrival, never sooner. Reads and
+//! writes are cut short at arbitrary points, so code that relies on one call to move a whole header
+//! or a whole float fails its tests. Nothing waits: a test polls its links and, when no link makes
+//! progress, advances the clock to the next [`Faults::next_event`].
 
 use crate::{Carrier, Link};
 use std::collections::VecDeque;
@@ -38,7 +38,7 @@ impl VirtualClock {
 pub struct Shape {
     /// Time on the way, after the last byte of a piece has been sent.
     pub delay: Duration,
-    /// How fast bytes are sent; without it, in no time.
+    /// How fast bytes are sent; `None` sends them in no time.
     pub bytes_per_second: Option<u64>,
     /// Bytes written and not yet read that the link holds before it takes no more.
     pub capacity: usize,
@@ -86,7 +86,7 @@ impl Link for MemoryLink {
         if state.stalled {
             return Err(ErrorKind::WouldBlock.into());
         }
-        let incoming = &mut state.ways[1 - self.side];
+        let incoming = &mut state.directions[1 - self.side];
         let ready = incoming.ready(now);
         if ready == 0 {
             let ended = incoming.bytes.is_empty() && incoming.end.is_some_and(|at| at <= now);
@@ -108,8 +108,8 @@ impl Link for MemoryLink {
         let mut state = self.pipe.state()?;
         let now = self.pipe.clock.now();
         let peer_gone = state.dropped[1 - self.side]
-            && state.ways[1 - self.side].end.is_some_and(|at| at <= now);
-        let outgoing = &mut state.ways[self.side];
+            && state.directions[1 - self.side].end.is_some_and(|at| at <= now);
+        let outgoing = &mut state.directions[self.side];
         if peer_gone || outgoing.end.is_some() {
             return Err(ErrorKind::BrokenPipe.into());
         }
@@ -131,7 +131,7 @@ impl Link for MemoryLink {
 
     fn finish(&mut self) -> io::Result<()> {
         let mut state = self.pipe.state()?;
-        state.ways[self.side].close(self.pipe.clock.now(), &self.pipe.shape);
+        state.directions[self.side].close(self.pipe.clock.now(), &self.pipe.shape);
         Ok(())
     }
 
@@ -149,16 +149,16 @@ impl Drop for MemoryLink {
     fn drop(&mut self) {
         let mut state = self.pipe.lock();
         state.dropped[self.side] = true;
-        state.ways[self.side].close(self.pipe.clock.now(), &self.pipe.shape);
+        state.directions[self.side].close(self.pipe.clock.now(), &self.pipe.shape);
     }
 }
 
-/// Breaks a link. Works on both of its ends, from any thread, also when they are in other hands.
+/// Breaks a link: both of its ends, from any thread, whoever holds them.
 #[derive(Clone, Debug)]
 pub struct Faults(Arc<Pipe>);
 
 impl Faults {
-    /// From now on both ends fail with `ConnectionReset`; what was on its way is lost.
+    /// From now on both ends fail with `ConnectionReset`; bytes on their way are lost.
     pub fn reset(&self) {
         self.0.lock().reset = true;
     }
@@ -169,20 +169,25 @@ impl Faults {
         self.0.lock().stalled = true;
     }
 
-    /// What became due during the stall is delivered at once.
+    /// Ends a stall. Bytes that became due during the stall are readable at once.
     pub fn resume(&self) {
         self.0.lock().stalled = false;
     }
 
-    /// When something more will become readable at either end, if that takes only time.
+    /// The time when more bytes, or the end, become readable at either end. `None` if that takes
+    /// more than time to pass.
     pub fn next_event(&self) -> Option<Duration> {
         let state = self.0.lock();
         let now = self.0.clock.now();
         if state.stalled || state.reset {
             return None;
         }
-        let arrivals = state.ways.iter().flat_map(|way| &way.pieces).map(|piece| piece.arrives);
-        let ends = state.ways.iter().filter_map(|way| way.end);
+        let arrivals = state
+            .directions
+            .iter()
+            .flat_map(|direction| &direction.pieces)
+            .map(|piece| piece.arrives);
+        let ends = state.directions.iter().filter_map(|direction| direction.end);
         arrivals.chain(ends).filter(|at| *at > now).min()
     }
 }
@@ -196,17 +201,17 @@ struct Pipe {
 
 #[derive(Debug, Default)]
 struct State {
-    /// What side 0 sends, and what side 1 sends.
-    ways: [Way; 2],
+    /// The bytes that side 0 sends, and the bytes that side 1 sends.
+    directions: [Direction; 2],
     dropped: [bool; 2],
     stalled: bool,
     reset: bool,
 }
 
-/// One direction.
+/// One direction of a link.
 #[derive(Debug, Default)]
-struct Way {
-    /// Written and not yet read.
+struct Direction {
+    /// Bytes that were written and not yet read.
     bytes: VecDeque<u8>,
     /// How many of `bytes`, from the front, are known to have arrived.
     arrived: usize,
@@ -224,7 +229,7 @@ struct Piece {
     size: usize,
 }
 
-impl Way {
+impl Direction {
     /// How many bytes can be read at `now`.
     fn ready(&mut self, now: Duration) -> usize {
         while let Some(piece) = self.pieces.pop_front_if(|piece| piece.arrives <= now) {
@@ -233,7 +238,7 @@ impl Way {
         self.arrived
     }
 
-    /// Puts the last `count` bytes on the way.
+    /// Decides when the last `count` bytes arrive.
     fn dispatch(&mut self, mut count: usize, now: Duration, shape: &Shape) {
         self.sent = self.sent.max(now);
         while count > 0 {
@@ -268,7 +273,7 @@ impl Pipe {
 struct Cuts(u64);
 
 impl Cuts {
-    /// Half the time all of `count`, otherwise any part of it, but something.
+    /// How many of `count` bytes a call moves: half the time all of them, otherwise at least one.
     fn cut(&mut self, count: usize) -> usize {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let mut z = self.0;
@@ -279,7 +284,7 @@ impl Cuts {
     }
 }
 
-/// A long write arrives bit by bit, as it would from a network.
+/// The most bytes that arrive at once: a long write arrives piece by piece, as from a network.
 const PIECE: usize = 16 << 10;
 
 #[cfg(test)]

@@ -1,11 +1,12 @@
-//! A copy to memory that nobody looks at soon.
+//! A copy to memory that nobody reads soon.
 
-/// Below this a copy stays in the nearest caches, for whoever looks at it next.
+/// A shorter copy stays in the nearest caches, where the next reader finds it.
 const WORTH_IT: usize = 32 << 10;
 
-/// Copies `len` bytes, and long pieces so that they do not pass through the cache on their way: an ordinary write first
-/// reads what it is about to overwrite, and drives out what is needed sooner. Two thirds of the time of an ordinary copy, from a ring
-/// that is in the cache to memory that is not.
+/// Copies `len` bytes. A long copy does not pass through the cache: an ordinary write first reads the
+/// memory it is about to overwrite, and drives data out of the cache that is needed sooner. From a
+/// ring that is in the cache to memory that is not, this takes two thirds of the time of an ordinary
+/// copy.
 ///
 /// # Safety
 /// `from` is valid for reads of `len` bytes, `to` for writes, and they do not overlap.
@@ -30,7 +31,8 @@ unsafe fn copy_lines(from: *const u8, to: *mut u8, len: usize) {
     const PART: usize = size_of::<__m128i>();
     let head = to.align_offset(LINE);
     let lines = (len - head) / LINE * LINE;
-    // SAFETY: the head, whole lines and the rest are `len` bytes together, and a line of the target begins where lines begin.
+    // SAFETY: the head, whole lines and the rest are `len` bytes together, and every line written
+    // begins at a multiple of a line in the target.
     unsafe {
         from.copy_to_nonoverlapping(to, head);
         for at in (head..head + lines).step_by(LINE) {
@@ -40,7 +42,7 @@ unsafe fn copy_lines(from: *const u8, to: *mut u8, len: usize) {
                 _mm_stream_si128(to.add(at + i * PART).cast(), part);
             }
         }
-        // Before anybody is told that the bytes are there.
+        // The streamed bytes are in memory before anybody is told that they are there.
         _mm_sfence();
         let rest = head + lines;
         from.add(rest).copy_to_nonoverlapping(to.add(rest), len - rest);

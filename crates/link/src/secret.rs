@@ -9,7 +9,7 @@ pub struct Secret(String);
 /// Which cluster a node belongs to, and the secret that proves it.
 #[derive(Clone, Debug)]
 pub struct Credentials {
-    /// Tells jobs apart that use the same addresses.
+    /// Tells apart jobs that use the same addresses.
     pub cluster: [u8; 16],
     /// Known to every node of the cluster and to nobody else.
     pub secret: Secret,

@@ -1,13 +1,14 @@
 //! Links through shared memory, for two processes of one machine.
 //!
-//! Two rings, one for each way, in memory both processes map. Bytes are copied in by the sender and
-//! out by the receiver and never enter the kernel. The unix socket the two met on stays open: a byte
-//! on it is the *bell* that wakes a sleeper, and its end is the link's end, so a process that dies is
-//! noticed as on any other link.
+//! Both processes map memory with two rings, one for each direction. The sender copies bytes into a
+//! ring and the receiver copies them out; the bytes never enter the kernel. The unix socket that the
+//! two processes met on stays open. A byte on this socket is the *bell*: it wakes the other process.
+//! The socket's end is the link's end, so a process that dies is noticed as on any other link.
 //!
-//! A side that finds nothing to read (no room to write) says so in the ring's control block, looks
-//! once more, and only then reports `WouldBlock`; the other side rings when it sees that. Both are
-//! sequentially consistent, so one of the two always sees the other.
+//! A side that finds nothing to read (or no room to write) sets a flag in the ring's control block,
+//! looks at the ring once more, and only then reports `WouldBlock`. The other side moves bytes, then
+//! looks at the flag, and rings the bell if it is set. Flags and counters are sequentially
+//! consistent, so either the first side sees the bytes or the other side sees the flag.
 
 use crate::{Carrier, Link, past_cache};
 use mio::unix::SourceFd;
@@ -35,19 +36,21 @@ pub(crate) enum End {
     Listener,
 }
 
-/// Bytes in each ring: one chunk of the default size. Of 32 KiB to 512 KiB the least CPU time for
-/// 100 MB between 2 and between 8 processes: larger rings fall out of the cache between the two
-/// copies, smaller ones wake the other side more often.
+/// Bytes in each ring: one chunk of the default size. Of the sizes from 32 KiB to 512 KiB this one
+/// took the least CPU time for 100 MB between 2 and between 8 processes. A larger ring falls out of
+/// the cache between the two copies; a smaller one wakes the other side more often.
 const RING: usize = 256 << 10;
-/// The control blocks of both rings, then the rings.
+/// Where the rings begin in the mapping. The control blocks of both rings lie before them.
 const DATA: usize = 4096;
 const TOTAL: usize = DATA + 2 * RING;
 
-/// What the caller says after the handshake on a unix socket.
+/// After the handshake on a unix socket the caller sends one of these bytes: it stays on the socket.
 const PLAIN: u8 = 0;
+/// The caller offers rings, and sends the file of their memory along with the byte.
 const RINGS: u8 = 1;
 
-/// Offers the listener rings; without them, or if `wanted` is false, the link stays on the socket.
+/// The caller's side: offers rings to the listener. If rings cannot be made, or `wanted` is false,
+/// the link stays on the socket, which is returned.
 pub(crate) fn offer(socket: Socket, wanted: bool) -> io::Result<Result<SharedLink, Socket>> {
     let memory = if wanted { create() } else { Err(ErrorKind::Unsupported.into()) };
     let Ok((file, mapping)) = memory else {
@@ -62,7 +65,7 @@ pub(crate) fn offer(socket: Socket, wanted: bool) -> io::Result<Result<SharedLin
     Ok(Ok(SharedLink::new(socket, mapping, End::Caller)))
 }
 
-/// Takes what the caller offers.
+/// The listener's side: takes the rings that the caller offers, or returns the socket.
 pub(crate) fn accept(socket: Socket) -> io::Result<Result<SharedLink, Socket>> {
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
     let mut message = RecvAncillaryBuffer::new(&mut space);
@@ -99,8 +102,8 @@ pub(crate) struct SharedLink {
     ended: bool,
 }
 
-/// What the two sides tell each other about one ring. Each field is on its own cache line and has
-/// one writer, but the two flags: the waiting side sets them, the other side clears them.
+/// What the two sides tell each other about one ring. Each field is on its own cache line. Each
+/// counter has one writer. A flag has two: the waiting side sets it, the other side clears it.
 #[repr(C)]
 struct Control {
     written: Line<AtomicU64>,
@@ -166,7 +169,7 @@ impl SharedLink {
             if total > 0 {
                 return Ok(total);
             }
-            // What was written before the end is read before it.
+            // Bytes that were written before the end have all been read here.
             return if self.ended { Ok(0) } else { Err(ErrorKind::WouldBlock.into()) };
         }
     }
@@ -176,7 +179,7 @@ impl SharedLink {
         self.read = position;
         let ring = self.incoming();
         ring.control.read.0.store(position, Ordering::SeqCst);
-        // Not for every few bytes: a writer that waits wants room for a good piece.
+        // A writer is not woken for every few bytes: it should find room for a large piece.
         let left = ring.ready(position)?;
         if left <= RING / 2 && ring.control.writer_waits.0.swap(0, Ordering::SeqCst) == 1 {
             self.ring_bell();
@@ -184,8 +187,8 @@ impl SharedLink {
         Ok(())
     }
 
-    /// Wakes the other side. A full socket means that it has bells enough to wake up to; a broken
-    /// one is found out by whoever reads next.
+    /// Wakes the other side. If the socket is full, bells that the other side has not read will wake
+    /// it. If the socket is broken, the next read finds that out.
     fn ring_bell(&self) {
         let _ = rustix::net::send(&self.bell, &[1], SendFlags::NOSIGNAL | SendFlags::DONTWAIT);
     }
@@ -251,8 +254,8 @@ impl Link for SharedLink {
         }
     }
 
-    /// Empties the bell. Only here: it may ring for either way, and whoever takes the ring has to
-    /// look at both.
+    /// Reads all bells. Nothing else reads them: a bell may be for either direction, and after this
+    /// call the lane looks at both directions.
     fn handle_ready(&mut self) -> io::Result<()> {
         let mut bells = [0; 64];
         loop {
@@ -298,7 +301,8 @@ impl<'a> Ring<'a> {
         Ok(RING - self.distance(position, self.control.read.0.load(Ordering::SeqCst))?)
     }
 
-    /// The other side wrote one of the two: it may be anything.
+    /// Bytes in the ring. The other side wrote one of the two counters, so its value may be anything
+    /// and is checked.
     fn distance(&self, written: u64, read: u64) -> io::Result<usize> {
         let distance = written.wrapping_sub(read);
         if distance > RING as u64 {
@@ -387,7 +391,8 @@ fn create() -> io::Result<(OwnedFd, Mapping)> {
     Ok((file, mapping))
 }
 
-/// A file that is not what we would have made could make reading memory a fatal signal.
+/// Checks a file that the caller sent. A file of another size, or one that can shrink, would make an
+/// access to its mapping end this process with a signal.
 fn checked(file: OwnedFd) -> io::Result<OwnedFd> {
     let sealed = fcntl_get_seals(&file)?.contains(SealFlags::SHRINK);
     let size = fstat(&file)?.st_size;

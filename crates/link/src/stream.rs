@@ -12,19 +12,20 @@ use std::time::{Duration, Instant};
 /// Bytes asked for in each socket's send and receive buffer. The kernel may grant less
 /// (`net.core.wmem_max`, `net.core.rmem_max`).
 ///
-/// Four chunks of the default size. From 256 KiB to 2 MiB on loopback, and from 256 KiB to 1 MiB on
-/// links of 1 Gbit/s, no size stood out from the noise; 128 KiB was slower on loopback.
+/// It holds four chunks of the default size. From 256 KiB to 2 MiB on loopback, and from 256 KiB to
+/// 1 MiB on links of 1 Gbit/s, no size stood out from the noise; 128 KiB was slower on loopback.
 pub const SOCKET_BUFFER: usize = 1 << 20;
 
 /// Bytes that wait in a socket before they are sent, at most: two batches of a lane.
 ///
-/// What a socket has taken, no urgent frame can overtake. Eight nodes at 200 Mbit/s that train VGG19
+/// An urgent frame cannot overtake bytes that a socket has taken. Eight nodes at 200 Mbit/s that train VGG19
 /// by parameter server, an eighth of it, took 6.7 s an iteration without a limit, 6.03 s with this
 /// one and 5.95 s with a quarter of it, which costs a tenth more CPU time; 5.63 s is computing.
 #[cfg(target_os = "linux")]
 const UNSENT: u32 = 256 << 10;
 
-/// A connection whose other end has been authenticated, or soon will be. Blocking, with a deadline.
+/// A connection whose other end has been authenticated, or is in its handshake. Its reads and writes
+/// block, with a deadline.
 ///
 /// [`Stream::into_calling_link`] and [`Stream::into_called_link`] turn it into what a lane's event loop works with.
 #[derive(Debug)]
@@ -37,12 +38,12 @@ pub struct Stream {
 
 impl Stream {
     /// From now on, reads and writes that are not done by `deadline` fail with
-    /// [`ErrorKind::TimedOut`]. Without one they wait for as long as it takes.
+    /// [`ErrorKind::TimedOut`]. Without a deadline they wait for as long as it takes.
     pub fn set_deadline(&mut self, deadline: Option<Instant>) {
         self.deadline = deadline;
     }
 
-    /// The other end, for people: `10.0.0.2:41234` or `unix:poseidon-123-5f0c…`.
+    /// The other end, as logs and errors name it: `10.0.0.2:41234` or `unix:poseidon-123-5f0c…`.
     pub fn peer(&self) -> &str {
         &self.peer
     }
@@ -87,7 +88,7 @@ impl Stream {
 
     /// Takes over a connected socket, in blocking mode.
     pub(crate) fn new(socket: Socket, peer: &SockAddr) -> io::Result<Self> {
-        // Where accepted sockets inherit their listener's mode, that mode is non-blocking.
+        // On some systems an accepted socket inherits the non-blocking mode of its listener.
         socket.set_nonblocking(false)?;
         let (carrier, peer) = match peer.as_socket() {
             Some(address) => {
@@ -100,13 +101,14 @@ impl Stream {
         Ok(Self { socket, carrier, peer, deadline: None })
     }
 
-    /// A second hold on the socket, to shut it down from another thread.
+    /// Another handle of the socket, by which another thread can shut it down.
     pub(crate) fn try_clone_socket(&self) -> io::Result<Socket> {
         self.socket.try_clone()
     }
 
-    /// Closes so that the peer can still read what was written last: closing a TCP socket that has
-    /// unread input resets the connection, and a reset overtakes a refusal on its way.
+    /// Closes the connection so that the peer can still read the last bytes written. Closing a TCP
+    /// socket with unread input at once would reset the connection, and the reset would overtake a
+    /// refusal that is on its way.
     pub(crate) fn close_gently(mut self) {
         if self.socket.shutdown(Shutdown::Write).is_err() {
             return;
@@ -127,7 +129,7 @@ impl Stream {
         if left.is_zero() {
             return Err(ErrorKind::TimedOut.into());
         }
-        // Zero means for ever; a wait that ends early would be reported as one that ended in time.
+        // A timeout of zero would mean no timeout, so it is at least a millisecond.
         Ok(Some(left.max(Duration::from_millis(1))))
     }
 }
@@ -150,8 +152,8 @@ impl Write for Stream {
     }
 }
 
-/// A new socket for `address`, with the options every connection of ours has. Buffers are set here,
-/// before it connects or listens, because TCP agrees on its window scale when it connects.
+/// A new socket for `address`, with the options that every connection has. Buffers are set before
+/// the socket connects or listens, because TCP agrees on its window scale when it connects.
 pub(crate) fn socket_for(address: &SockAddr) -> io::Result<Socket> {
     let socket = match address.as_socket() {
         Some(ip) => {
@@ -169,9 +171,12 @@ pub(crate) fn socket_for(address: &SockAddr) -> io::Result<Socket> {
     Ok(socket)
 }
 
-/// Leaves what cannot be sent yet to the lane, which may still reorder it.
+/// Options of a socket whose link is shared with other connections.
 ///
-/// Asks for cubic where the machine's default is something else. When every node sends to every
+/// The kernel takes few bytes that it cannot send yet. The other frames stay with the lane, which may
+/// still reorder them.
+///
+/// The congestion control is cubic, whatever the machine's default is. When every node sends to every
 /// other, eight at 1 Gbit/s used 94-97% of their links with cubic, 92-95% with reno and 86-91% with
 /// bbr. Within a machine bbr took 5-20% less CPU time than cubic, and there the default stays.
 fn share_the_wire(socket: &Socket) {

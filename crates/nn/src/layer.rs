@@ -6,6 +6,7 @@
 //! the inputs of FC layers are in the order users know (`[channel][row][column]`).
 
 mod conv;
+mod draw;
 mod dropout;
 mod fc;
 mod filler;
@@ -14,18 +15,14 @@ mod pool;
 pub(crate) mod relu;
 
 pub(crate) use conv::Conv;
+pub use draw::Draw;
 pub(crate) use dropout::Dropout;
 pub(crate) use fc::Fc;
 pub(crate) use filler::fill;
 pub(crate) use lrn::Lrn;
 pub(crate) use pool::Pool;
 
-use crate::model::{Filler, LayerSpec, ModelError, Shape};
-use rand_chacha::ChaCha8Rng;
-use rand_chacha::rand_core::SeedableRng;
-
-/// The most values an image or a layer's parameters may have: offsets are 32 bits wide.
-pub(crate) const MOST_VALUES: usize = i32::MAX as usize;
+use crate::spec::{Filler, LayerSpec, MOST_VALUES, ModelError, Shape};
 
 /// Values that lie, unused, behind the last one: vectors may be read across the end. Twice the
 /// widest vector.
@@ -156,15 +153,6 @@ pub(crate) fn parameters(spec: &LayerSpec, input: Shape) -> Option<usize> {
     };
     let total = inputs.checked_mul(outputs)?.checked_add(outputs)?;
     (total <= MOST_VALUES).then_some(total)
-}
-
-/// A generator whose values depend on all of `words` and on nothing else.
-fn generator(words: [u64; 4]) -> ChaCha8Rng {
-    let mut key = [0; 32];
-    for (bytes, word) in key.chunks_exact_mut(8).zip(words) {
-        bytes.copy_from_slice(&word.to_le_bytes());
-    }
-    ChaCha8Rng::from_seed(key)
 }
 
 /// `[channel][position]` to `[position][channel]`, or back with the two numbers exchanged.

@@ -13,6 +13,7 @@ pub mod schedule;
 pub mod train;
 
 mod layer;
+mod spec;
 
 pub use loss::Loss;
 pub use model::{Filler, LayerSpec, Model, ModelError, PoolMethod, Shape};

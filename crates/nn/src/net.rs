@@ -26,9 +26,12 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 
+pub use crate::layer::Draw;
+
 use crate::layer::{self, Layer, SLACK, relu};
 use crate::loss::{Loss, softmax_cross_entropy};
 use crate::model::{LayerSpec, Model, ModelError, Shape};
+use crate::spec::MOST_VALUES;
 
 /// A model with memory for a batch. One thread computes with it; several nets can run side by side.
 pub struct Net {
@@ -61,20 +64,6 @@ pub struct LayerInfo {
     pub is_conv: bool,
     /// Floating point operations of one image's forward pass. A multiply-add counts as two.
     pub flops: u64,
-}
-
-/// Which random numbers a batch uses, and what its mean is taken over. Equal for equal samples,
-/// however many workers share a batch.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Draw {
-    /// The run's seed.
-    pub seed: u64,
-    /// The training step.
-    pub step: u64,
-    /// Position of this batch's first sample in the batch of all workers.
-    pub first: u64,
-    /// Samples of all workers: gradients are those of the sum of losses, divided by this.
-    pub total: usize,
 }
 
 /// Whether dropout drops.
@@ -167,7 +156,7 @@ impl Net {
     pub fn new(model: &Model, capacity: usize) -> Result<Self, ModelError> {
         let shapes = model.shapes()?;
         let largest = shapes.iter().chain([&model.input]).map(|shape| shape.len()).max();
-        let most = layer::MOST_VALUES / largest.unwrap_or(1);
+        let most = MOST_VALUES / largest.unwrap_or(1);
         if !(1..=most).contains(&capacity) {
             return Err(ModelError::Model {
                 model: model.name.clone(),

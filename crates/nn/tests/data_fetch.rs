@@ -4,7 +4,7 @@ use flate2::Compression;
 use flate2::write::GzEncoder;
 use md5::{Digest, Md5};
 use poseidon_nn::data::fetch::{
-    FetchError, Format, Packed, Progress, Remote, WELL_KNOWN, WellKnown, fetch,
+    FetchError, FetchEvent, Format, Packed, Remote, WELL_KNOWN, WellKnown, fetch,
 };
 use std::fs;
 use std::io::{BufRead, BufReader, Write};
@@ -118,12 +118,12 @@ fn fetch_one(
     let files = [Remote { name: "digits.gz", md5, contents: packed }];
     let set = WellKnown { name: "digits", about: "", base, files: &files, format: Format::Idx };
     let mut events = Vec::new();
-    let mut note = |progress: Progress<'_>| {
+    let mut note = |progress: FetchEvent<'_>| {
         events.push(match progress {
-            Progress::Present { file } => format!("present {file}"),
-            Progress::Downloading { done, total, .. } => format!("{done} of {}", total.unwrap()),
-            Progress::Downloaded { file } => format!("downloaded {file}"),
-            Progress::Unpacking { file } => format!("unpacking {file}"),
+            FetchEvent::Present { file } => format!("present {file}"),
+            FetchEvent::Downloading { done, total, .. } => format!("{done} of {}", total.unwrap()),
+            FetchEvent::Downloaded { file } => format!("downloaded {file}"),
+            FetchEvent::Unpacking { file } => format!("unpacking {file}"),
             other => panic!("{other:?}"),
         });
     };

@@ -3,7 +3,7 @@
 use crate::Error;
 use crate::calendar::{Calendar, Event, Time};
 use crate::fabric::{Done, Fabric};
-use crate::node::{self, Book, Node};
+use crate::node::{self, JobFacts, Node};
 use crate::outcome::{Halt, LayerTimeline, Rebuilt};
 use crate::peers::Peers;
 use crate::rebuild::Sent;
@@ -15,7 +15,7 @@ use std::time::Duration;
 /// A simulation under way, and afterwards what is to be measured.
 pub(crate) struct Engine<'a> {
     pub(crate) setup: &'a Setup,
-    pub(crate) book: Book<'a>,
+    pub(crate) facts: JobFacts<'a>,
     pub(crate) program: Program,
     pub(crate) fabric: Fabric,
     pub(crate) workers: Vec<Worker>,
@@ -44,7 +44,7 @@ impl<'a> Engine<'a> {
         });
         let mut workers = Peers::none(setup.cluster.nodes());
         setup.cluster.worker_ids().for_each(|worker| workers.insert(worker.index()));
-        let book = Book {
+        let facts = JobFacts {
             cluster: &setup.cluster,
             layers: &setup.layers,
             pushes: pushes.collect(),
@@ -56,7 +56,8 @@ impl<'a> Engine<'a> {
         let rebuild = ids().map(|layer| {
             // The worker's own rows are in its backward pass.
             let rows = setup.factor_rows(layer) * (setup.cluster.workers() - 1);
-            match (book.plan.factors(layer), setup.layers[layer.index()].kind, setup.rebuild_rate) {
+            match (facts.plan.factors(layer), setup.layers[layer.index()].kind, setup.rebuild_rate)
+            {
                 (Some(_), LayerKind::Fc { m, n }, Some(rate)) => {
                     2.0 * (m * n) as f64 * rows as f64 / rate
                 }
@@ -64,14 +65,14 @@ impl<'a> Engine<'a> {
             }
         });
         let program = Program::new(setup, rebuild.collect());
-        let nodes = setup.cluster.node_ids().map(|id| Node::new(&book, id)).collect();
+        let nodes = setup.cluster.node_ids().map(|id| Node::new(&facts, id)).collect();
         let stragglers = &setup.stragglers;
         let workers = setup.cluster.worker_ids();
         let workers = workers.map(|rank| Worker::new(&program, rank, stragglers, setup.seed));
         Ok(Self {
             workers: workers.collect(),
             nodes,
-            book,
+            facts,
             program,
             fabric: Fabric::new(setup),
             calendar: Calendar::default(),
@@ -117,11 +118,11 @@ impl<'a> Engine<'a> {
                     let now = self.now();
                     let fabric = &mut self.fabric;
                     let back = self.nodes[to.index()].handle_frame(
-                        &self.book,
+                        &self.facts,
                         from,
                         &frame,
                         now,
-                        &mut |mailing| fabric.post(to, mailing),
+                        &mut |multicast| fabric.enqueue(to, multicast),
                     );
                     self.fabric.pump(to, &mut self.calendar);
                     if back {
@@ -234,11 +235,11 @@ impl<'a> Engine<'a> {
                     let time = Duration::from_secs_f64(now.seconds());
                     let fabric = &mut self.fabric;
                     node.send(
-                        &self.book,
+                        &self.facts,
                         LayerId(layer as u32),
                         Clock(step),
                         time,
-                        &mut |mailing| fabric.post(id, mailing),
+                        &mut |multicast| fabric.enqueue(id, multicast),
                     );
                     let back = !node.is_in_flight(layer);
                     fabric.pump(id, &mut self.calendar);
@@ -262,7 +263,7 @@ impl<'a> Engine<'a> {
         let living = self.nodes.iter().zip(self.setup.cluster.node_ids());
         let mut waits = Vec::new();
         for (node, _) in living.filter(|(_, id)| alive(*id)) {
-            let mut own = node.waits(&self.book);
+            let mut own = node.waits(&self.facts);
             own.sort_by_key(|wait| alive(wait.awaits));
             waits.extend(own.into_iter().take(1));
         }

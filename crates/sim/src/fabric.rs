@@ -1,12 +1,13 @@
 //! The virtual network.
 //!
-//! A segment occupies its sender's link for as long as its bytes take, reaches the other end one
-//! latency later, and occupies the receiver's link as long again, in order of arrival: it passes
-//! straight through where both are free, and waits where many send to one. What has been sent to a
-//! peer and not landed is limited, as by a socket's buffers; peers that have room take turns.
+//! A segment occupies its sender's link for as long as its bytes take. It reaches the other end one
+//! latency later, and occupies the receiver's link as long again, in order of arrival. So a segment
+//! passes straight through where both links are free, and waits where many nodes send to one. The
+//! bytes that were sent to a peer and have not landed are limited, as by a socket's buffers; peers
+//! that have room take turns.
 
 use crate::calendar::{Calendar, Event, Time};
-use crate::mail::{Frame, Left, Mail, Mailing, MailingId};
+use crate::multicast::{Frame, Left, Multicast, MulticastId, Multicasts};
 use crate::network::Duplex;
 use crate::outbox::Outbox;
 use crate::setup::Setup;
@@ -18,7 +19,7 @@ use std::collections::VecDeque;
 pub(crate) enum Done {
     /// Nothing that anybody waits for.
     Nothing,
-    /// The sender's link has taken the whole frame; it may be the last of its mailing.
+    /// The sender's link has taken the whole frame. `last` says whether it was the multicast's last.
     Sent { from: NodeId, frame: Frame, last: bool },
     /// The whole frame is at its destination.
     Landed { from: NodeId, to: NodeId, frame: Frame },
@@ -26,7 +27,7 @@ pub(crate) enum Done {
 
 pub(crate) struct Fabric {
     ports: Vec<Port>,
-    mail: Mail,
+    multicasts: Multicasts,
     duplex: Duplex,
     latency: Time,
     /// Seconds per byte of a node's link.
@@ -46,7 +47,7 @@ struct Racks {
     free: Vec<[Time; 2]>,
 }
 
-/// One node's end. In as few cache lines as it fits into: a thousand of them are used in turn.
+/// One node's end of its link. It is kept in few cache lines: a thousand ports are used in turn.
 #[repr(align(64))]
 struct Port {
     alive: bool,
@@ -54,26 +55,27 @@ struct Port {
     sending: Option<Segment>,
     /// When the link is free: out and in, or both together.
     free: [Time; 2],
-    /// On their way in, first come first served.
-    landing: VecDeque<Landing>,
+    /// Segments on their way in, in the order in which they land.
+    arriving: VecDeque<Arrival>,
     bytes: [u64; 2],
 }
 
 /// A part of a frame that is sent at once.
 #[derive(Clone, Copy, Debug)]
 struct Segment {
-    mailing: MailingId,
+    multicast: MulticastId,
     to: u16,
     left: Left,
     /// When its last byte has left the sender.
     out: Time,
 }
 
-/// A segment on its way in. Small, because many send to one and there are millions of them.
+/// A segment on its way in. It is small, because many nodes send to one and there are millions of
+/// segments.
 #[derive(Clone, Copy, Debug)]
-struct Landing {
+struct Arrival {
     end: Time,
-    mailing: MailingId,
+    multicast: MulticastId,
     left: Left,
 }
 
@@ -89,13 +91,13 @@ impl Fabric {
             outbox: Outbox::new(me, nodes),
             sending: None,
             free: [Time::default(); 2],
-            landing: VecDeque::new(),
+            arriving: VecDeque::new(),
             bytes: [0; 2],
         };
         let racks = setup.network.racks.filter(|racks| racks.nodes_per_rack < nodes);
         Self {
             ports: setup.cluster.node_ids().map(port).collect(),
-            mail: Mail::default(),
+            multicasts: Multicasts::default(),
             duplex: setup.network.duplex,
             latency: Time::from_seconds(setup.network.latency.as_secs_f64()),
             link,
@@ -109,9 +111,9 @@ impl Fabric {
         }
     }
 
-    /// Queues a frame for each of many. Nothing moves before [`pump`](Self::pump).
-    pub(crate) fn post(&mut self, from: NodeId, mailing: Mailing) {
-        self.ports[from.index()].outbox.push(mailing, &mut self.mail);
+    /// Queues a frame for each peer of a multicast. Nothing moves before [`pump`](Self::pump).
+    pub(crate) fn enqueue(&mut self, from: NodeId, multicast: Multicast) {
+        self.ports[from.index()].outbox.push(multicast, &mut self.multicasts);
     }
 
     /// Starts to send what `node` has, if its link is idle.
@@ -120,7 +122,9 @@ impl Fabric {
         if port.sending.is_some() || !port.alive {
             return;
         }
-        let Some((to, mailing, left)) = port.outbox.poll_segment(&mut self.mail) else { return };
+        let Some((to, multicast, left)) = port.outbox.poll_segment(&mut self.multicasts) else {
+            return;
+        };
         let now = calendar.now();
         let start = port.free[OUT].max(now);
         let bytes = f64::from(left.segment());
@@ -128,7 +132,7 @@ impl Fabric {
         let wire = self.link * bytes;
         let out = start + Time::from_seconds(wire.max(cost));
         port.occupy(OUT, out, self.duplex);
-        let segment = Segment { mailing, to, left, out };
+        let segment = Segment { multicast, to, left, out };
         port.sending = Some(segment);
         if start > now {
             calendar.enter(start, Event::Begin(node.0));
@@ -149,9 +153,9 @@ impl Fabric {
                 let Some(segment) = port.sending.take() else { return Done::Nothing };
                 port.bytes[OUT] += u64::from(segment.left.segment());
                 if segment.left.after().is_none() {
-                    // It has not landed before it is out, so the mailing is still there.
-                    let frame = self.mail[segment.mailing].frame;
-                    let last = self.mail.handle_sent(segment.mailing);
+                    // A frame lands only after it is out, so the multicast still exists.
+                    let frame = self.multicasts[segment.multicast].frame;
+                    let last = self.multicasts.handle_sent(segment.multicast);
                     return Done::Sent { from: NodeId(node), frame, last };
                 }
                 self.pump(NodeId(node), calendar);
@@ -219,25 +223,25 @@ impl Fabric {
         let end = start + Time::from_seconds(wire.max(cost));
         let end = end.max(segment.out + self.latency);
         port.occupy(IN, end, self.duplex);
-        let Segment { mailing, left, .. } = segment;
-        port.landing.push_back(Landing { end, mailing, left });
-        if port.landing.len() == 1 {
+        let Segment { multicast, left, .. } = segment;
+        port.arriving.push_back(Arrival { end, multicast, left });
+        if port.arriving.len() == 1 {
             calendar.enter(end, Event::Landed(segment.to));
         }
     }
 
     fn land(&mut self, to: NodeId, calendar: &mut Calendar) -> Done {
         let port = &mut self.ports[to.index()];
-        let Some(Landing { mailing, left, .. }) = port.landing.pop_front() else {
+        let Some(Arrival { multicast, left, .. }) = port.arriving.pop_front() else {
             return Done::Nothing;
         };
-        if let Some(next) = port.landing.front() {
+        if let Some(next) = port.arriving.front() {
             calendar.enter(next.end, Event::Landed(to.0));
         }
-        let from = self.mail[mailing].from;
-        let frame = left.after().is_none().then(|| self.mail.frame(mailing, to.index()));
+        let from = self.multicasts[multicast].from;
+        let frame = left.after().is_none().then(|| self.multicasts.frame(multicast, to.index()));
         if frame.is_some() {
-            self.mail.handle_landed(mailing);
+            self.multicasts.handle_landed(multicast);
         }
         if !port.alive {
             return Done::Nothing;

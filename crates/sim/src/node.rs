@@ -1,6 +1,6 @@
 //! What one node holds: core's syncers, gatherers and shards, in the place of a session's lanes.
 
-use crate::mail::{Frame, Mailing, Part};
+use crate::multicast::{Frame, Multicast, Part};
 use crate::outcome::Wait;
 use crate::peers::Peers;
 use poseidon_core::store::{Completed, Outcome};
@@ -11,24 +11,24 @@ use poseidon_core::{
 use std::rc::Rc;
 use std::time::Duration;
 
-/// What all nodes know.
-pub(crate) struct Book<'a> {
+/// What all nodes know about the job.
+pub(crate) struct JobFacts<'a> {
     pub(crate) cluster: &'a Cluster,
     pub(crate) layers: &'a [Layer],
     pub(crate) plan: Plan,
     pub(crate) workers: Peers,
-    /// By layer: what a worker pushes.
+    /// By layer: the chunks that a worker pushes.
     pub(crate) pushes: Vec<Vec<Push>>,
     /// By layer: rows of factors.
     pub(crate) rows: Vec<usize>,
-    /// By layer and lane: what every worker begins with.
+    /// By layer and lane: the syncer that every worker begins with.
     pub(crate) syncers: Vec<Vec<Syncer>>,
 }
 
 /// At most one chunk of a layer for each server.
 pub(crate) struct Push {
     servers: Peers,
-    /// By server.
+    /// By server: its chunk.
     parts: Rc<Vec<Part>>,
 }
 
@@ -44,19 +44,19 @@ pub(crate) struct Node {
 /// One layer of a worker: what is needed at once is in one cache line.
 #[repr(align(64))]
 struct Tracked {
-    /// By lane, if it does not go by factors.
+    /// By lane, if the layer does not go by factors.
     syncers: Vec<Syncer>,
-    /// By lane, if it does.
+    /// By lane, if the layer goes by factors.
     gathers: Vec<Gather>,
-    /// Mailings that are still read from the worker's memory.
+    /// Multicasts that are still read from the worker's memory.
     unsent: u32,
     in_flight: bool,
 }
 
-/// Frames for other nodes.
-pub(crate) type Post<'a> = dyn FnMut(Mailing) + 'a;
+/// Takes the frames that a node has for other nodes.
+pub(crate) type FrameSink<'a> = dyn FnMut(Multicast) + 'a;
 
-impl Book<'_> {
+impl JobFacts<'_> {
     fn workers_but(&self, node: NodeId) -> Peers {
         let mut workers = self.workers.clone();
         workers.remove(node.index());
@@ -65,22 +65,22 @@ impl Book<'_> {
 }
 
 impl Node {
-    pub(crate) fn new(book: &Book<'_>, id: NodeId) -> Self {
-        let role = book.cluster.role(id);
+    pub(crate) fn new(facts: &JobFacts<'_>, id: NodeId) -> Self {
+        let role = facts.cluster.role(id);
         let (worker, server) = role.map_or((false, false), |role| (role.worker, role.server));
-        let layers = (0..if worker { book.layers.len() as u32 } else { 0 }).map(LayerId);
-        let lanes = || book.cluster.lane_ids();
+        let layers = (0..if worker { facts.layers.len() as u32 } else { 0 }).map(LayerId);
+        let lanes = || facts.cluster.lane_ids();
         let shard = |lane| Shard { node: id, lane };
-        let workers = book.cluster.workers();
-        let store = |lane| Store::ghost(&book.plan, shard(lane), workers);
-        let gathers = |layer| match book.plan.factors(layer) {
+        let workers = facts.cluster.workers();
+        let store = |lane| Store::ghost(&facts.plan, shard(lane), workers);
+        let gathers = |layer| match facts.plan.factors(layer) {
             Some(layout) => {
                 layout.lanes().map(|lane| Gather::new(layer, layout, id, lane)).collect()
             }
             None => Vec::new(),
         };
         let tracked = |layer: LayerId| Tracked {
-            syncers: book.syncers[layer.index()].clone(),
+            syncers: facts.syncers[layer.index()].clone(),
             gathers: gathers(layer),
             unsent: 0,
             in_flight: false,
@@ -101,31 +101,31 @@ impl Node {
     /// The worker's gradient of `layer`, or its factors, go out.
     pub(crate) fn send(
         &mut self,
-        book: &Book<'_>,
+        facts: &JobFacts<'_>,
         layer: LayerId,
         clock: Clock,
         now: Duration,
-        post: &mut Post<'_>,
+        sink: &mut FrameSink<'_>,
     ) {
         let at = layer.index();
         let tracked = &mut self.layers[at];
         tracked.in_flight = true;
         for gather in &mut tracked.gathers {
-            let chunks = gather.handle_send(clock, book.rows[at], 0.0);
+            let chunks = gather.handle_send(clock, facts.rows[at], 0.0);
             for (chunk, range) in chunks.expect("all workers have the same rate") {
                 let payload = (range.len() * size_of::<f32>()) as u32;
                 let (kind, clock) = (Kind::Factors, clock.0 as u32);
                 let frame = Frame { kind, chunk, clock, payload, lent: true };
-                let peers = book.workers_but(self.id);
+                let peers = facts.workers_but(self.id);
                 tracked.unsent += u32::from(!peers.is_empty());
-                post(Mailing { frame, parts: None, peers });
+                sink(Multicast { frame, parts: None, peers });
             }
         }
         for syncer in &mut tracked.syncers {
             syncer.handle_send(clock);
         }
         let mut own = Vec::new();
-        for Push { servers, parts } in &book.pushes[at] {
+        for Push { servers, parts } in &facts.pushes[at] {
             let mut peers = servers.clone();
             let mut chunk = ChunkKey { layer, index: 0 };
             if peers.contains(self.id.index()) {
@@ -136,23 +136,23 @@ impl Node {
             tracked.unsent += u32::from(!peers.is_empty());
             let (kind, clock) = (Kind::Push, clock.0 as u32);
             let frame = Frame { kind, chunk, clock, payload: 0, lent: true };
-            post(Mailing { frame, parts: Some(Rc::clone(parts)), peers });
+            sink(Multicast { frame, parts: Some(Rc::clone(parts)), peers });
         }
         for chunk in own {
-            self.contribute(book, self.id, chunk, clock, now);
+            self.contribute(facts, self.id, chunk, clock, now);
         }
-        self.poll_completed(book, post);
+        self.poll_completed(facts, sink);
         self.layers[at].finish_if_done();
     }
 
     /// A frame has come. True if a layer that the worker may wait for is back.
     pub(crate) fn handle_frame(
         &mut self,
-        book: &Book<'_>,
+        facts: &JobFacts<'_>,
         from: NodeId,
         frame: &Frame,
         now: Duration,
-        post: &mut Post<'_>,
+        sink: &mut FrameSink<'_>,
     ) -> bool {
         let chunk = frame.chunk;
         let layer = chunk.layer.index();
@@ -183,13 +183,13 @@ impl Node {
                 lawful(landed.unwrap_or(Err(Violation::UnknownChunk))) && tracked.finish_if_done()
             }
             _ => {
-                self.contribute(book, from, chunk, clock, now);
-                self.poll_completed(book, post)
+                self.contribute(facts, from, chunk, clock, now);
+                self.poll_completed(facts, sink)
             }
         }
     }
 
-    /// A link has taken the whole of a mailing. True if that was what the worker waited for.
+    /// A link has taken the whole of a multicast. True if that was what the worker waited for.
     pub(crate) fn handle_sent(&mut self, frame: &Frame) -> bool {
         if !frame.lent {
             return false;
@@ -200,9 +200,9 @@ impl Node {
     }
 
     /// What the worker and the shards of this node wait for.
-    pub(crate) fn waits(&self, book: &Book<'_>) -> Vec<Wait> {
+    pub(crate) fn waits(&self, facts: &JobFacts<'_>) -> Vec<Wait> {
         let wait = |chunk: ChunkKey, awaits, clock| {
-            let layer = book.layers[chunk.layer.index()].name.clone();
+            let layer = facts.layers[chunk.layer.index()].name.clone();
             Wait { node: self.id, awaits, layer, chunk, clock }
         };
         let mut waits = Vec::new();
@@ -223,15 +223,15 @@ impl Node {
     /// A contribution to a chunk of this node is all there.
     fn contribute(
         &mut self,
-        book: &Book<'_>,
+        facts: &JobFacts<'_>,
         from: NodeId,
         chunk: ChunkKey,
         clock: Clock,
         now: Duration,
     ) {
-        let length = (book.plan.len(chunk) * size_of::<f32>()) as u32;
+        let length = (facts.plan.len(chunk) * size_of::<f32>()) as u32;
         let header = Header { chunk, clock, ..Header::bare(Kind::Push, from, length) };
-        let lane = book.plan.shard(chunk).map_or(0, |shard| shard.lane.index());
+        let lane = facts.plan.shard(chunk).map_or(0, |shard| shard.lane.index());
         let store = &mut self.stores[lane];
         let loan = match from == self.id {
             true => lawful(store.handle_loan(&header, now)),
@@ -242,14 +242,14 @@ impl Node {
     }
 
     /// Sends what is complete to everybody. True if a layer of this node's worker is back by it.
-    fn poll_completed(&mut self, book: &Book<'_>, post: &mut Post<'_>) -> bool {
+    fn poll_completed(&mut self, facts: &JobFacts<'_>, sink: &mut FrameSink<'_>) -> bool {
         let mut back = false;
         while let Some(Completed { key, clock, result }) = self.completed.pop() {
-            let payload = (book.plan.len(key) * size_of::<f32>()) as u32;
+            let payload = (facts.plan.len(key) * size_of::<f32>()) as u32;
             let lent = matches!(result, Outcome::Lent);
             let (kind, clock) = (Kind::Update, clock.0 as u32);
             let frame = Frame { kind, chunk: key, clock, payload, lent };
-            let peers = book.workers_but(self.id);
+            let peers = facts.workers_but(self.id);
             // A dedicated server tracks no layers.
             if let Some(tracked) = self.layers.get_mut(key.layer.index()) {
                 tracked.unsent += u32::from(lent && !peers.is_empty());
@@ -258,9 +258,9 @@ impl Node {
                     back |= tracked.finish_if_done();
                 }
             }
-            post(Mailing { frame, parts: None, peers });
+            sink(Multicast { frame, parts: None, peers });
             if let Outcome::Held(sum) = result {
-                let lane = book.plan.shard(key).map_or(0, |shard| shard.lane.index());
+                let lane = facts.plan.shard(key).map_or(0, |shard| shard.lane.index());
                 self.stores[lane].release(sum);
             }
         }

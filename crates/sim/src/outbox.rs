@@ -1,49 +1,52 @@
-//! What a lane does with its links: the order of frames, and whose turn it is.
+//! In which order a node's frames leave, and which peer has its turn: what a lane does with its
+//! links.
 
-use crate::mail::{Left, Mail, Mailing, MailingId};
+use crate::multicast::{Left, Multicast, MulticastId, Multicasts};
 use crate::peers::Peers;
 use poseidon_core::NodeId;
 use poseidon_core::queue::{BATCH_BYTES, BATCH_FRAMES};
 use std::collections::BTreeMap;
 
-/// What waits at one node for the others, and how much is on its way to them.
+/// The frames that wait at one node for its peers, and how many bytes are on their way to them.
 #[derive(Debug)]
 pub(crate) struct Outbox {
     me: NodeId,
-    /// The peer whose turn it is, and what it has had of it.
+    /// The peer whose turn it is.
     turn: u16,
+    /// The frames and bytes that this peer has had in its turn.
     turn_frames: u16,
     turn_bytes: u32,
-    peers: Box<[Peer]>,
-    /// Those that have something waiting and room for it.
+    peers: Box<[PeerQueue]>,
+    /// The peers that have a frame waiting and room for it in their window.
     ready: Peers,
     /// Frames that are sent in part.
-    begun: Vec<(u16, MailingId, Left)>,
-    /// What waits for anybody, by its order. Each knows the next, so that only what comes and goes
-    /// is looked for here.
-    waiting: BTreeMap<u64, MailingId>,
-    /// By peer and order: what waits for those who are far behind. Others would have to pass it
-    /// over each time they look for what is next.
-    late: BTreeMap<(u16, u64), MailingId>,
+    begun: Vec<(u16, MulticastId, Left)>,
+    /// The multicasts that wait for any peer, by their order. Each multicast knows the next one, so
+    /// this map is searched only when a multicast comes or goes.
+    waiting: BTreeMap<u64, MulticastId>,
+    /// The multicasts that wait only for peers that are far behind, by peer and order. In `waiting`
+    /// every other peer would have to pass over them each time it looks for its next one.
+    late: BTreeMap<(u16, u64), MulticastId>,
 }
 
+/// What waits for one peer, and what is on its way there.
 #[derive(Clone, Copy, Debug, Default)]
-struct Peer {
-    /// The first that waits for it, late or not.
-    first: Option<MailingId>,
+struct PeerQueue {
+    /// The first multicast that waits for this peer, in `waiting` or in `late`.
+    first: Option<MulticastId>,
     /// Bytes sent and not landed.
     unlanded: u32,
 }
 
-/// What is passed over before it is set aside: rarely reached where peers go on together, and soon
-/// where one is left behind.
+/// How many multicasts a peer passes over before they are made late. The number is rarely reached
+/// where peers go on together, and soon reached where one peer is left behind.
 const MANY: usize = 64;
 
 /// Bytes under way to one peer: a socket's buffers on both ends.
 const WINDOW: u32 = 1 << 20;
 
 impl Outbox {
-    /// That of `me`, one of `nodes`.
+    /// The outbox of the node `me`, one of `nodes`.
     pub(crate) fn new(me: NodeId, nodes: usize) -> Self {
         Self {
             me,
@@ -51,7 +54,7 @@ impl Outbox {
             turn: ((me.index() + 1) % nodes) as u16,
             turn_frames: 0,
             turn_bytes: 0,
-            peers: vec![Peer::default(); nodes].into(),
+            peers: vec![PeerQueue::default(); nodes].into(),
             ready: Peers::none(nodes),
             begun: Vec::new(),
             waiting: BTreeMap::new(),
@@ -59,31 +62,35 @@ impl Outbox {
         }
     }
 
-    /// Puts a mailing in its place: that of core's queue, for every peer.
-    pub(crate) fn push(&mut self, mailing: Mailing, mail: &mut Mail) {
-        if mailing.peers.is_empty() {
+    /// Puts a multicast where core's queue would put its frame, for every peer.
+    pub(crate) fn push(&mut self, multicast: Multicast, multicasts: &mut Multicasts) {
+        if multicast.peers.is_empty() {
             return;
         }
-        let id = mail.insert(self.me, mailing);
-        let order = mail[id].order;
-        for at in mail[id].peers.iter() {
+        let id = multicasts.insert(self.me, multicast);
+        let order = multicasts[id].order;
+        for at in multicasts[id].peers.iter() {
             let peer = &mut self.peers[at];
-            if peer.first.is_none_or(|first| mail[first].order > order) {
+            if peer.first.is_none_or(|first| multicasts[first].order > order) {
                 peer.first = Some(id);
             }
             if peer.unlanded < WINDOW {
                 self.ready.insert(at);
             }
         }
-        mail[id].next = self.waiting.range(order..).next().map(|(_, next)| *next);
+        multicasts[id].next = self.waiting.range(order..).next().map(|(_, next)| *next);
         if let Some((_, &previous)) = self.waiting.range(..order).next_back() {
-            mail[previous].next = Some(id);
+            multicasts[previous].next = Some(id);
         }
         self.waiting.insert(order, id);
     }
 
-    /// What goes out next: peers in turn, each a batch at a time, as far as there is room for it.
-    pub(crate) fn poll_segment(&mut self, mail: &mut Mail) -> Option<(u16, MailingId, Left)> {
+    /// The next segment to send. Peers take turns of one batch each, as far as their windows have
+    /// room.
+    pub(crate) fn poll_segment(
+        &mut self,
+        multicasts: &mut Multicasts,
+    ) -> Option<(u16, MulticastId, Left)> {
         if self.turn_bytes as usize >= BATCH_BYTES || usize::from(self.turn_frames) >= BATCH_FRAMES
         {
             self.turn = (self.turn + 1) % self.peers.len() as u16;
@@ -94,17 +101,17 @@ impl Outbox {
             self.turn = to;
             (self.turn_bytes, self.turn_frames) = (0, 0);
         }
-        let (mailing, left) = match self.begun.iter().position(|(peer, ..)| *peer == to) {
+        let (multicast, left) = match self.begun.iter().position(|(peer, ..)| *peer == to) {
             Some(at) => {
-                let (_, mailing, left) = self.begun.swap_remove(at);
-                (mailing, left)
+                let (_, multicast, left) = self.begun.swap_remove(at);
+                (multicast, left)
             }
             None => {
-                let mailing = self.pop(to, mail)?;
-                (mailing, Left::all(&mail.frame(mailing, to.into())))
+                let multicast = self.pop(to, multicasts)?;
+                (multicast, Left::all(&multicasts.frame(multicast, to.into())))
             }
         };
-        self.begun.extend(left.after().map(|left| (to, mailing, left)));
+        self.begun.extend(left.after().map(|left| (to, multicast, left)));
         self.turn_bytes += left.segment();
         self.turn_frames += 1;
         let peer = &mut self.peers[usize::from(to)];
@@ -112,7 +119,7 @@ impl Outbox {
         if peer.unlanded >= WINDOW || !self.has_for(to) {
             self.ready.remove(to.into());
         }
-        Some((to, mailing, left))
+        Some((to, multicast, left))
     }
 
     /// `bytes` have landed at `to`. True if that makes room for more.
@@ -128,34 +135,35 @@ impl Outbox {
         ready
     }
 
-    /// The first that waits for `peer` does not any more.
-    fn pop(&mut self, peer: u16, mail: &mut Mail) -> Option<MailingId> {
+    /// Takes the first multicast that waits for `peer`, and finds the one after it.
+    fn pop(&mut self, peer: u16, multicasts: &mut Multicasts) -> Option<MulticastId> {
         let at = usize::from(peer);
         let id = self.peers[at].first?;
-        let first = &mut mail[id];
+        let first = &mut multicasts[id];
         first.peers.remove(at);
         first.waiting -= 1;
         let (order, done) = (first.order, first.waiting == 0);
         let late = !self.late.is_empty() && self.late.remove(&(peer, order)).is_some();
-        // A mailing's `next` holds only while it is in `waiting`; a late one is found again by its order.
+        // A multicast's `next` is right only while the multicast is in `waiting`. After a late one,
+        // the next is searched by its order.
         let mut next = match late {
             true => self.waiting.range(order..).next().map(|(_, next)| *next),
             false => first.next,
         };
         let mut passed = 0;
-        while let Some(other) = next.filter(|other| !mail[*other].peers.contains(at)) {
-            next = mail[other].next;
+        while let Some(other) = next.filter(|other| !multicasts[*other].peers.contains(at)) {
+            next = multicasts[other].next;
             passed += 1;
         }
         if passed > MANY {
-            self.set_aside(order, next, mail);
+            self.set_aside(order, next, multicasts);
         }
         if done && !late {
-            self.unlink(order, mail[id].next, mail);
+            self.unlink(order, multicasts[id].next, multicasts);
         }
         if !self.late.is_empty()
             && let Some((&(_, due), &other)) = self.late.range((peer, 0)..=(peer, u64::MAX)).next()
-            && next.is_none_or(|next| mail[next].order > due)
+            && next.is_none_or(|next| multicasts[next].order > due)
         {
             next = Some(other);
         }
@@ -163,25 +171,25 @@ impl Outbox {
         Some(id)
     }
 
-    /// Makes late what is between `order` and `next`.
-    fn set_aside(&mut self, order: u64, next: Option<MailingId>, mail: &mut Mail) {
-        let end = next.map_or(u64::MAX, |next| mail[next].order);
+    /// Makes the multicasts between `order` and `next` late.
+    fn set_aside(&mut self, order: u64, next: Option<MulticastId>, multicasts: &mut Multicasts) {
+        let end = next.map_or(u64::MAX, |next| multicasts[next].order);
         let between = self.waiting.range(order + 1..end).map(|(order, id)| (*order, *id));
         for (order, id) in between.collect::<Vec<_>>() {
-            let peers = mail[id].peers.iter();
+            let peers = multicasts[id].peers.iter();
             self.late.extend(peers.map(|peer| ((peer as u16, order), id)));
             self.waiting.remove(&order);
         }
         if let Some((_, &previous)) = self.waiting.range(..=order).next_back() {
-            mail[previous].next = next;
+            multicasts[previous].next = next;
         }
     }
 
-    /// Takes out what nobody waits for, and what is before it goes on with `next`.
-    fn unlink(&mut self, order: u64, next: Option<MailingId>, mail: &mut Mail) {
+    /// Takes out a multicast that no peer waits for. The one before it is followed by `next` now.
+    fn unlink(&mut self, order: u64, next: Option<MulticastId>, multicasts: &mut Multicasts) {
         self.waiting.remove(&order);
         if let Some((_, &previous)) = self.waiting.range(..order).next_back() {
-            mail[previous].next = next;
+            multicasts[previous].next = next;
         }
     }
 
@@ -193,7 +201,7 @@ impl Outbox {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::mail::{Frame, Part};
+    use crate::multicast::{Frame, Part};
     use poseidon_core::queue::urgency;
     use poseidon_core::wire::Kind;
     use poseidon_core::{ChunkKey, LayerId, Queue};
@@ -204,7 +212,7 @@ mod tests {
     fn every_peer_gets_its_frames_in_the_order_of_cores_queue() {
         const NODES: usize = 70;
         const SLOW: u16 = 68;
-        let mut mail = Mail::default();
+        let mut multicasts = Multicasts::default();
         let mut outbox = Outbox::new(NodeId(0), NODES);
         let mut queues: Vec<Queue<Frame>> = (0..NODES).map(|_| Queue::default()).collect();
         let (mut held, mut most) = (Vec::new(), 0);
@@ -231,16 +239,16 @@ mod tests {
                 }
                 queues[peer].push(urgency(kind, layer), frame);
             }
-            outbox.push(Mailing { frame, parts, peers }, &mut mail);
+            outbox.push(Multicast { frame, parts, peers }, &mut multicasts);
             let sent = if clock == 1_999 { u64::MAX } else { below(60) };
             if clock % 500 == 499 {
                 held.drain(..).for_each(|bytes| _ = outbox.handle_landed(SLOW, bytes));
             }
             for _ in 0..sent {
-                let Some((to, id, left)) = outbox.poll_segment(&mut mail) else { break };
+                let Some((to, id, left)) = outbox.poll_segment(&mut multicasts) else { break };
                 let expected = queues[usize::from(to)].take_next(|frame| (*frame, true));
-                assert_eq!(Some(mail.frame(id, to.into())), expected);
-                mail.handle_landed(id);
+                assert_eq!(Some(multicasts.frame(id, to.into())), expected);
+                multicasts.handle_landed(id);
                 if to == SLOW && clock < 1_999 {
                     held.push(left.segment());
                 } else {
@@ -250,7 +258,7 @@ mod tests {
             }
         }
         assert!(queues.iter().all(Queue::is_empty));
-        assert!(mail.is_empty() && outbox.waiting.is_empty() && outbox.late.is_empty());
+        assert!(multicasts.is_empty() && outbox.waiting.is_empty() && outbox.late.is_empty());
         assert!(most > MANY, "only {most} were ever late");
     }
 }

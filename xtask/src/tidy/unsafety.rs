@@ -1,15 +1,20 @@
 //! `unsafe` only in named files, and only with its proof above it.
 
+use super::reader::code_only;
+
 /// Files that may contain `unsafe`, each with the reason.
 const UNSAFE_FILES: &[(&str, &str)] = &[
-    ("crates/poseidon/src/buffer.rs", "lanes read and write the training program's own tensors"),
-    ("crates/poseidon/src/exchange.rs", "the same tensors, chunk by chunk"),
-    ("crates/poseidon/src/factors.rs", "the matrices where factors meet, block by block"),
-    ("crates/poseidon/src/layers.rs", "the same, when they are rebuilt"),
-    ("crates/poseidon/src/group/tensor.rs", "tensors of a collective, by address"),
-    ("crates/poseidon/src/group/course.rs", "regions of them, as an operation goes on"),
-    ("crates/poseidon/src/group/desk.rs", "regions of them that frames go to"),
-    ("crates/poseidon/src/group/peer.rs", "regions of them, read from and written to links"),
+    (
+        "crates/poseidon/src/memory/buffer.rs",
+        "lanes read and write the training program's own tensors",
+    ),
+    ("crates/poseidon/src/memory/exchange.rs", "the same tensors, chunk by chunk"),
+    ("crates/poseidon/src/memory/factors.rs", "the matrices where factors meet, block by block"),
+    ("crates/poseidon/src/session/layers.rs", "the same, when they are rebuilt"),
+    ("crates/poseidon/src/collectives/tensor.rs", "tensors of a collective, by address"),
+    ("crates/poseidon/src/collectives/course.rs", "regions of them, as an operation goes on"),
+    ("crates/poseidon/src/collectives/desk.rs", "regions of them that frames go to"),
+    ("crates/poseidon/src/collectives/peer.rs", "regions of them, read from and written to links"),
     ("crates/poseidon/tests/group.rs", "lends tensors to a group"),
     ("crates/matrix/src/vectors.rs", "a call of gemm, which takes addresses"),
     ("crates/matrix/src/tiles.rs", "threads that write to columns of one matrix"),
@@ -81,102 +86,11 @@ fn has_word(line: &str, word: &str) -> bool {
     })
 }
 
-/// The text with comments and the insides of literals blanked out, line for line.
-fn code_only(text: &str) -> String {
-    let mut code = String::with_capacity(text.len());
-    let mut rest = text;
-    let mut previous = ' ';
-    while let Some(c) = rest.chars().next() {
-        let literal = literal_length(rest, previous);
-        let length = if rest.starts_with("//") {
-            rest.find('\n').unwrap_or(rest.len())
-        } else if rest.starts_with("/*") {
-            block_comment_length(rest)
-        } else {
-            literal
-        };
-        if length == 0 {
-            code.push(c);
-            rest = &rest[c.len_utf8()..];
-        } else {
-            code.extend(rest[..length].chars().map(|c| if c == '\n' { '\n' } else { ' ' }));
-            // A literal is still a token: `"a";` must not look like an empty line.
-            if length == literal {
-                code.pop();
-                code.push('"');
-            }
-            rest = &rest[length..];
-        }
-        previous = c;
-    }
-    code
-}
-
-fn block_comment_length(text: &str) -> usize {
-    let mut depth = 0;
-    let mut at = 0;
-    while at < text.len() {
-        let rest = &text[at..];
-        if rest.starts_with("/*") {
-            depth += 1;
-            at += 2;
-        } else if rest.starts_with("*/") {
-            depth -= 1;
-            at += 2;
-            if depth == 0 {
-                return at;
-            }
-        } else {
-            at += rest.chars().next().map_or(1, char::len_utf8);
-        }
-    }
-    text.len()
-}
-
-/// Length of the string or character literal that `text` begins with; 0 when there is none.
-fn literal_length(text: &str, previous: char) -> usize {
-    let hashes = text.strip_prefix('r').map(|rest| rest.chars().take_while(|c| *c == '#').count());
-    if let Some(hashes) = hashes {
-        let opening = 1 + hashes;
-        // `b` and `c` may stand before a raw string; any other letter means `r` ends a name.
-        let begins = !previous.is_alphanumeric() && previous != '_' || "bc".contains(previous);
-        if begins && text[opening..].starts_with('"') {
-            let closing = format!("\"{}", "#".repeat(hashes));
-            let inside = &text[opening + 1..];
-            let end = inside.find(&closing).map_or(inside.len(), |end| end + closing.len());
-            return opening + 1 + end;
-        }
-    }
-    if text.starts_with('"') {
-        return quoted_length(text, '"');
-    }
-    if text.starts_with('\'') {
-        // `'a'` and `'\n'` are literals; `'a` alone is a lifetime.
-        let mut chars = text.chars().skip(1);
-        let (first, second) = (chars.next(), chars.next());
-        if first == Some('\\') || second == Some('\'') {
-            return quoted_length(text, '\'');
-        }
-    }
-    0
-}
-
-fn quoted_length(text: &str, quote: char) -> usize {
-    let mut escaped = false;
-    for (at, c) in text.char_indices().skip(1) {
-        if !escaped && c == quote {
-            return at + 1;
-        }
-        escaped = !escaped && c == '\\';
-    }
-    text.len()
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    const LISTED: &str = "crates/poseidon/src/buffer.rs";
+    const LISTED: &str = "crates/poseidon/src/memory/buffer.rs";
 
     #[test]
     fn unsafe_in_an_unlisted_file_is_found_even_with_its_proof() {

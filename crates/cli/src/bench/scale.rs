@@ -9,7 +9,7 @@ mod node;
 mod report;
 
 use crate::bandwidth::Bandwidth;
-use crate::lab::{Lab, MOST_NODES, Shape};
+use crate::lab::{Lab, LabSpec, MOST_NODES};
 use crate::launch::at_least_1;
 use crate::plan::{duration, positive};
 use crate::supervise::{self, Options};
@@ -140,8 +140,8 @@ fn measure(
     scheme: Policy,
     nodes: u16,
 ) -> anyhow::Result<Result<Vec<node::Seen>, ExitCode>> {
-    let shape = Shape { nodes, rate: case.rate, delay: case.delay, congestion: "cubic".into() };
-    let lab = Lab::up(&shape)?;
+    let spec = LabSpec { nodes, rate: case.rate, delay: case.delay, congestion: "cubic".into() };
+    let lab = Lab::up(&spec)?;
     let program = std::env::current_exe().context("cannot find the poseidon command itself")?;
     let command = || {
         let mut command = Command::new(&program);

@@ -3,7 +3,7 @@
 //! Lines with dots are simulated, diamonds are the paper's, squares were measured.
 
 use super::figure::{Figure, Ideal, Kind, Panel, Point, Series};
-use crate::train::report::svg::{At, Axis, Escaped};
+use crate::report::svg::{At, Axis, Escaped};
 use std::fmt::Write;
 
 pub(super) fn draw(figure: &Figure) -> String {

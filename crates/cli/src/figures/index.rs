@@ -1,8 +1,8 @@
 //! The page that shows all figures.
 
 use super::figure::Figure;
-use crate::train::report::page::STYLE;
-use crate::train::report::svg::Escaped;
+use crate::report::page::STYLE;
+use crate::report::svg::Escaped;
 use std::fmt::Write;
 
 pub(super) fn page(figures: &[Figure]) -> String {

@@ -18,9 +18,9 @@ use std::net::Ipv4Addr;
 use std::process::Command;
 use std::time::Duration;
 
-/// What a cluster is like.
+/// How many nodes a virtual cluster has, and what its links are like.
 #[derive(Clone, Debug)]
-pub(crate) struct Shape {
+pub(crate) struct LabSpec {
     pub(crate) nodes: u16,
     /// Of every node's link, each way.
     pub(crate) rate: Bandwidth,
@@ -57,13 +57,13 @@ impl Lab {
     }
 
     /// Makes a cluster.
-    pub(crate) fn up(shape: &Shape) -> Result<Self, LabError> {
+    pub(crate) fn up(spec: &LabSpec) -> Result<Self, LabError> {
         let namespace = || Namespace::new().map_err(LabError::refused);
-        let nodes: Vec<_> = (0..shape.nodes).map(|_| namespace()).collect::<Result<_, _>>()?;
+        let nodes: Vec<_> = (0..spec.nodes).map(|_| namespace()).collect::<Result<_, _>>()?;
         let secret = Secret::random().map_err(LabError::refused)?;
         let lab = Self { switch: namespace()?, nodes, secret };
-        lab.connect(shape)?;
-        lab.limit(shape)?;
+        lab.connect(spec)?;
+        lab.limit(spec)?;
         Ok(lab)
     }
 
@@ -101,7 +101,7 @@ impl Lab {
         self.nodes.iter().enumerate().map(node).collect()
     }
 
-    fn connect(&self, shape: &Shape) -> Result<(), LabError> {
+    fn connect(&self, spec: &LabSpec) -> Result<(), LabError> {
         let mut switch = vec![
             "link add bridge type bridge stp_state 0 mcast_snooping 0".to_owned(),
             "link set bridge up".to_owned(),
@@ -122,7 +122,7 @@ impl Lab {
                 format!("link set {NIC} up"),
                 format!(
                     "route replace 10.77.0.0/16 dev {NIC} proto kernel scope link src {own} congctl {}",
-                    shape.congestion
+                    spec.congestion
                 ),
             ];
             Tool::Ip.batch(node, &lines)?;
@@ -130,18 +130,18 @@ impl Lab {
         Ok(())
     }
 
-    fn limit(&self, shape: &Shape) -> Result<(), LabError> {
-        let bits = shape.rate.bits();
+    fn limit(&self, spec: &LabSpec) -> Result<(), LabError> {
+        let bits = spec.rate.bits();
         let burst = (bits / 8.0 * BURST_SECONDS).max(BURST).round();
         let limit = format!("tbf rate {bits:.0}bit burst {burst} limit {QUEUE}");
         let ports = (0..self.nodes.len()).map(port);
         let ports: Vec<_> =
             ports.map(|port| format!("qdisc replace dev {port} root {limit}")).collect();
         Tool::Tc.batch(&self.switch, &ports)?;
-        let own = if shape.delay.is_zero() {
+        let own = if spec.delay.is_zero() {
             vec![format!("qdisc replace dev {NIC} root {limit}")]
         } else {
-            let delay = shape.delay.as_secs_f64() * 1e6;
+            let delay = spec.delay.as_secs_f64() * 1e6;
             vec![
                 format!(
                     "qdisc replace dev {NIC} root handle 1: netem delay {delay}us limit 100000"

@@ -2,7 +2,7 @@
 
 use super::forecast::{images_per_second, simulate_all};
 use super::{Bandwidth, Question};
-use crate::train::report::units;
+use crate::report::units;
 use poseidon_core::{Cluster, LayerId, Scheme, Servers};
 use poseidon_sim::{Error, Outcome, Overlap, SchemeRule, Setup};
 use serde::Serialize;

@@ -1,7 +1,7 @@
 //! Long lists of layers made short: layers that are alike share a row.
 
 use super::forecast::LayerForecast;
-use crate::train::report::LayerReport;
+use crate::report::LayerReport;
 
 /// A row for each layer, or for several that are alike, in forward order and at most about
 /// [`ROWS`].

@@ -3,10 +3,10 @@
 use super::forecast::{Beyond, Forecast, Point};
 use super::text::{basis, gain, machines, times};
 use super::{Bandwidth, Question, bottleneck, fold};
-use crate::train::report::curves::{Frame, frame, line, polyline};
-use crate::train::report::page::{STYLE, TIPS, figure, plan};
-use crate::train::report::svg::{self, At, Axis, Escaped};
-use crate::train::report::{LayerReport, Span, Timeline, Track, What, bars, timeline, units};
+use crate::report::curves::{Frame, frame, line, polyline};
+use crate::report::page::{STYLE, TIPS, figure, plan};
+use crate::report::svg::{self, At, Axis, Escaped};
+use crate::report::{LayerReport, Span, Timeline, Track, What, bars, timeline, units};
 use poseidon_core::Servers;
 use poseidon_sim::Overlap;
 use poseidon_sim::outcome::Rebuilt;

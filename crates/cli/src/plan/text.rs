@@ -2,8 +2,8 @@
 
 use super::forecast::{Beyond, Forecast, Point};
 use super::{Bandwidth, Question, bottleneck, fold};
-use crate::train::report::units;
-use crate::train::screen::{Paint, printable, table, terminal_width};
+use crate::report::units;
+use crate::terminal::{Paint, printable, table, terminal_width};
 use poseidon_core::{Cluster, Servers};
 use std::io;
 use std::path::Path;

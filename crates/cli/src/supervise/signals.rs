@@ -8,10 +8,11 @@ use std::{fs, io, thread};
 
 /// Sends [`Event::Signal`] for every termination signal until it is dropped.
 ///
-/// The signals stay without their default action afterwards: whoever supervised is about to end.
-pub(super) struct Listener(Handle);
+/// After that the signals do not get their default action back: the supervising process is about to
+/// end.
+pub(super) struct SignalListener(Handle);
 
-impl Listener {
+impl SignalListener {
     /// Starts listening. Signals that were ignored when this process started stay ignored: that is
     /// how `nohup`, and a shell that runs a job in the background, protect it.
     pub(super) fn start(events: Sender<Event>) -> io::Result<Self> {
@@ -31,7 +32,7 @@ impl Listener {
     }
 }
 
-impl Drop for Listener {
+impl Drop for SignalListener {
     fn drop(&mut self) {
         self.0.close();
     }

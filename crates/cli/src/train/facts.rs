@@ -1,7 +1,7 @@
 //! What the workers of a training job tell each other, besides gradients.
 
-use super::report::NodeReport;
 use super::settings::Settings;
+use crate::report::NodeReport;
 use anyhow::{Context, bail};
 use poseidon_nn::data::Statistics;
 use poseidon_nn::train::Worker;

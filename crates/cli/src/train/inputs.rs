@@ -8,7 +8,7 @@ use poseidon_nn::data::{self, Sampler, Samples, Sampling, Split, Statistics, Tra
 use poseidon_nn::train::Worker;
 use std::sync::Arc;
 
-/// Everything that can be opened and checked before other workers are met.
+/// What a worker can open and check before it joins the others.
 pub(super) struct Inputs {
     pub(super) model: Model,
     pub(super) train: Arc<dyn Samples>,
@@ -16,8 +16,8 @@ pub(super) struct Inputs {
     sampling: Sampling,
 }
 
-/// What all workers have agreed on.
-pub(super) struct Course {
+/// What all workers have agreed on before the first step.
+pub(super) struct Agreement {
     pub(super) transform: Transform,
     pub(super) sampler: Sampler,
     pub(super) steps: u64,
@@ -48,8 +48,8 @@ impl Inputs {
         Ok(Self { model, train, test, sampling })
     }
 
-    /// Compares notes with the other workers.
-    pub(super) fn agree(&self, settings: &Settings, worker: &Worker) -> anyhow::Result<Course> {
+    /// Exchanges facts with the other workers. Fails if their data or settings differ.
+    pub(super) fn agree(&self, settings: &Settings, worker: &Worker) -> anyhow::Result<Agreement> {
         let statistics = Statistics::of(&*self.train, Transform::SAMPLES)?;
         let facts = StartFacts::new(settings, self.train.len(), statistics);
         let all = gather(worker, "start", &facts)?;
@@ -74,6 +74,6 @@ impl Inputs {
         let epochs = settings.epochs.saturating_mul(sampler.steps_per_epoch());
         let steps = settings.steps.unwrap_or(epochs);
         let transform = Transform::from_statistics(&StartFacts::pool(&all));
-        Ok(Course { transform, sampler, steps })
+        Ok(Agreement { transform, sampler, steps })
     }
 }

@@ -2,9 +2,8 @@
 //!
 //! Nothing here can fail: a terminal that is gone is no reason to stop training.
 
-pub(crate) mod table;
-
-use super::report::{EpochReport, LayerReport, Report, units};
+use crate::report::{EpochReport, LayerReport, Report, units};
+use crate::terminal::{Paint, printable, table, terminal_width};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use std::io::{self, IsTerminal, Write};
 use std::path::Path;
@@ -28,9 +27,9 @@ impl Kind {
     }
 }
 
-/// How far the epoch is.
+/// How far the epoch is after a step.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Progress {
+pub(crate) struct StepProgress {
     pub(crate) step_in_epoch: u64,
     pub(crate) loss: f64,
     pub(crate) accuracy: f64,
@@ -47,7 +46,7 @@ pub(crate) struct Screen {
     width: usize,
     epoch: Epoch,
     bar: Option<ProgressBar>,
-    /// When a line last told of progress; only [`Kind::Plain`] has such lines.
+    /// When the last line about progress was printed; only [`Kind::Plain`] prints such lines.
     told: Option<Instant>,
 }
 
@@ -93,8 +92,9 @@ impl Screen {
     }
 
     /// After each step, or as often as there is news.
-    pub(crate) fn step(&mut self, now: Instant, progress: Progress) {
-        let Progress { step_in_epoch, loss, accuracy, images_per_second, seconds_left } = progress;
+    pub(crate) fn step(&mut self, now: Instant, progress: StepProgress) {
+        let StepProgress { step_in_epoch, loss, accuracy, images_per_second, seconds_left } =
+            progress;
         let news = format!(
             "loss {}  acc {}  {} img/s  {} left",
             units::loss(loss),
@@ -125,7 +125,7 @@ impl Screen {
         }
     }
 
-    /// The line that stays of an epoch.
+    /// Prints the line that stays when an epoch is over.
     pub(crate) fn epoch_end(&mut self, epoch: &EpochReport) {
         self.clear_bar();
         let digits = digits(self.epoch.of);
@@ -150,7 +150,7 @@ impl Screen {
         self.lines(&[line]);
     }
 
-    /// What came of it, and where the report lies.
+    /// Prints the result of the run, and where its report lies.
     pub(crate) fn finish(&mut self, report: &Report, page: &Path) {
         self.clear_bar();
         let total = report.nodes.iter().map(|node| node.bytes_sent).fold(0, u64::saturating_add);
@@ -218,7 +218,7 @@ impl Screen {
         text.push('\n');
         let out = &mut self.out;
         let mut write = || {
-            // Nobody looks, if this fails.
+            // If this fails, nobody looks at the terminal.
             let _ = out.write_all(text.as_bytes()).and_then(|()| out.flush());
         };
         match &self.bar {
@@ -232,31 +232,6 @@ impl Epoch {
     fn label(&self) -> String {
         format!("epoch {:>1$}/{2}", self.number, digits(self.of), self.of)
     }
-}
-
-/// Weight, not colour: it is legible on any ground, and red stays free for errors.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Paint {
-    pub(crate) on: bool,
-}
-
-impl Paint {
-    pub(crate) fn bold(self, text: &str) -> String {
-        self.wrap("1", text)
-    }
-
-    pub(crate) fn dim(self, text: &str) -> String {
-        self.wrap("2", text)
-    }
-
-    fn wrap(self, code: &str, text: &str) -> String {
-        if self.on { format!("\x1b[{code}m{text}\x1b[0m") } else { text.into() }
-    }
-}
-
-/// Text from elsewhere, without what would command the terminal.
-pub(crate) fn printable(text: &str) -> String {
-    text.chars().map(|c| if c.is_control() { '\u{fffd}' } else { c }).collect()
 }
 
 fn digits(number: u64) -> usize {
@@ -280,18 +255,6 @@ fn bar_style(paint: Paint, width: usize) -> ProgressStyle {
     ProgressStyle::with_template(&template).expect("a bad template").progress_chars("━╸─")
 }
 
-/// Columns of the terminal; what `COLUMNS` says comes first, so that it can be overruled.
-pub(crate) fn terminal_width() -> usize {
-    let told = std::env::var("COLUMNS").ok().and_then(|columns| columns.parse().ok());
-    let asked = || {
-        let size = rustix::termios::tcgetwinsize(io::stderr()).ok()?;
-        Some(usize::from(size.ws_col))
-    };
-    told.or_else(asked).filter(|&columns| columns > 0).unwrap_or(WIDTH)
-}
-
-/// Where nothing says how wide the terminal is.
-const WIDTH: usize = 100;
 /// What the text beside the bar takes in a run of a usual size.
 const NEXT_TO_BAR: usize = 76;
 /// Between lines that tell of progress: often enough to see that it lives, rare enough for a log.

@@ -1,13 +1,13 @@
 //! One worker of `poseidon train`: reads, computes, synchronises; rank 0 also shows and reports.
 
 use super::facts::{EpochFacts, FinalFacts, gather};
-use super::inputs::{Course, Inputs};
-use super::report::{
+use super::inputs::{Agreement, Inputs};
+use super::screen::{Kind, Screen, StepProgress};
+use super::settings::{Partition, Settings, Test};
+use crate::report::{
     CurvePoint, EpochReport, LayerReport, NodeReport, Quantiles, Report, Span, Timeline, Track,
     What,
 };
-use super::screen::{Kind, Progress, Screen};
-use super::settings::{Partition, Settings, Test};
 use anyhow::ensure;
 use poseidon::{Config, LayerId, NodeId, Session, Traffic};
 use poseidon_nn::data::{Evaluation, Loader, Samples, Transform};
@@ -38,7 +38,7 @@ pub(super) fn run_alone(settings: &Settings, json: bool) -> anyhow::Result<()> {
 
 fn drive(settings: &Settings, worker: Worker, inputs: Inputs, json: bool) -> anyhow::Result<()> {
     let prepared =
-        inputs.agree(settings, &worker).and_then(|Course { transform, sampler, steps }| {
+        inputs.agree(settings, &worker).and_then(|Agreement { transform, sampler, steps }| {
             let steps_per_epoch = sampler.steps_per_epoch();
             let loader = Loader::new(inputs.train.clone(), transform.clone(), sampler)?;
             Ok((loader, transform, steps, steps_per_epoch))
@@ -154,7 +154,7 @@ impl Run<'_> {
     fn headline(&self) -> String {
         let Settings { model, data, batch, .. } = self.settings;
         let workers = self.worker.session().map_or(1, Session::workers);
-        let (workers, much) = (super::report::units::plural(workers as u64, "worker"), self.steps);
+        let (workers, much) = (crate::report::units::plural(workers as u64, "worker"), self.steps);
         format!("{model} on {data}: {workers} with batches of {batch}, {much} steps")
     }
 
@@ -183,7 +183,7 @@ impl Run<'_> {
             let done = self.worker.steps() as f64;
             self.screen.step(
                 Instant::now(),
-                Progress {
+                StepProgress {
                     step_in_epoch: step + 1,
                     loss: total.mean(),
                     accuracy: total.accuracy(),

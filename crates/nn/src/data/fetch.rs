@@ -15,10 +15,10 @@ use std::time::Duration;
 use ureq::http::StatusCode;
 use ureq::http::header::{CONTENT_RANGE, RANGE};
 
-/// What a fetch is doing.
+/// What a fetch reports while it runs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
-pub enum Progress<'a> {
+pub enum FetchEvent<'a> {
     /// The file was there already.
     Present {
         /// The file.
@@ -135,7 +135,7 @@ pub fn fetch(
     set: &WellKnown<'_>,
     folder: &Path,
     mirror: Option<&str>,
-    progress: &mut dyn FnMut(Progress<'_>),
+    report: &mut dyn FnMut(FetchEvent<'_>),
 ) -> Result<(), FetchError> {
     fs::create_dir_all(folder).map_err(|why| io_error(folder, why))?;
     let lock = File::open(folder).map_err(|why| io_error(folder, why))?;
@@ -148,18 +148,18 @@ pub fn fetch(
         let file = remote.name;
         let path = folder.join(file);
         if remote.is_unpacked(folder) {
-            progress(Progress::Present { file });
+            report(FetchEvent::Present { file });
             continue;
         }
         if path.is_file() && md5(&path)? == remote.md5 {
-            progress(Progress::Present { file });
+            report(FetchEvent::Present { file });
         } else {
             let download = Download { url: format!("{base}/{file}"), file, path: &path };
-            download.run(remote.md5, progress)?;
-            progress(Progress::Downloaded { file });
+            download.run(remote.md5, report)?;
+            report(FetchEvent::Downloaded { file });
         }
         if !remote.contents.is_empty() {
-            progress(Progress::Unpacking { file });
+            report(FetchEvent::Unpacking { file });
             remote.unpack(&path, folder)?;
         }
     }
@@ -173,9 +173,9 @@ struct Download<'a> {
 }
 
 impl Download<'_> {
-    fn run(&self, md5: &str, progress: &mut dyn FnMut(Progress<'_>)) -> Result<(), FetchError> {
+    fn run(&self, md5: &str, report: &mut dyn FnMut(FetchEvent<'_>)) -> Result<(), FetchError> {
         let part = beside(self.path, ".part");
-        self.download(&part, progress)?;
+        self.download(&part, report)?;
         let got = self::md5(&part)?;
         if got != md5 {
             fs::remove_file(&part).map_err(|why| io_error(&part, why))?;
@@ -189,7 +189,7 @@ impl Download<'_> {
     fn download(
         &self,
         part: &Path,
-        progress: &mut dyn FnMut(Progress<'_>),
+        report: &mut dyn FnMut(FetchEvent<'_>),
     ) -> Result<(), FetchError> {
         let url = &self.url;
         let failed = |why| io_error(part, why);
@@ -244,7 +244,7 @@ impl Download<'_> {
         let mut body = response.into_body().into_reader();
         let mut buffer = vec![0; 1 << 16];
         loop {
-            progress(Progress::Downloading { file: self.file, done, total });
+            report(FetchEvent::Downloading { file: self.file, done, total });
             let len = match body.read(&mut buffer) {
                 Ok(0) => break,
                 Ok(len) => len,

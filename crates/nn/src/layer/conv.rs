@@ -8,8 +8,8 @@
 
 mod kernel;
 
-use crate::layer::{MOST_VALUES, SLACK};
-use crate::model::Shape;
+use crate::layer::SLACK;
+use crate::spec::{MOST_VALUES, Shape};
 use kernel::{Convolve, Panels, Patches, WeightGradient};
 use pulp::Arch;
 

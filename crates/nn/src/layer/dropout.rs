@@ -1,8 +1,7 @@
 //! Dropout, in place. Which values are dropped depends on the draw and the sample's position in
 //! the whole batch only, so it does not matter how many workers share the batch.
 
-use crate::layer::generator;
-use crate::net::Draw;
+use crate::layer::draw::{Draw, generator};
 use rand_chacha::rand_core::Rng;
 
 pub(crate) struct Dropout {

@@ -1,7 +1,7 @@
 //! Fully connected: y = W x + b.
 
 use crate::layer::transpose;
-use crate::model::Shape;
+use crate::spec::Shape;
 use poseidon_matrix::{Matrix, Product};
 
 pub(crate) struct Fc {

@@ -1,7 +1,7 @@
 //! What parameters start from.
 
-use crate::layer::generator;
-use crate::model::{Filler, LayerSpec};
+use crate::layer::draw::generator;
+use crate::spec::{Filler, LayerSpec};
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::Rng;
 

@@ -2,7 +2,7 @@
 //! y = x s^-beta with s = k + alpha/size Σ x², the sum over `size` channels centred on x's own.
 
 use crate::layer::{GROUP, group, group_mut};
-use crate::model::Shape;
+use crate::spec::Shape;
 use pulp::{Arch, NullaryFnOnce};
 use std::ops::Range;
 

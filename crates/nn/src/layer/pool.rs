@@ -1,7 +1,7 @@
 //! Max and average pooling with Caffe's geometry.
 
 use crate::layer::{GROUP, group, group_mut};
-use crate::model::{PoolMethod, Shape};
+use crate::spec::{PoolMethod, Shape};
 use pulp::{Arch, NullaryFnOnce};
 use std::ops::Range;
 
@@ -107,23 +107,25 @@ trait Pass {
     fn begin(&mut self, _input: Range<usize>) {}
 
     /// N channels of a window.
-    fn window<const N: usize>(&mut self, place: Place);
+    fn window<const N: usize>(&mut self, offsets: WindowOffsets);
 }
 
-/// Where N channels of a window and of its output are.
+/// Where N channels of one window lie in the input, and where their results lie in the output.
 #[derive(Clone, Copy)]
-struct Place {
+struct WindowOffsets {
+    /// Index of the first result in the output.
     output: usize,
+    /// Index of the window's first value in the input.
     start: usize,
     rows: usize,
     columns: usize,
-    /// From a row to the next, and from a column to the next.
+    /// The distance in the input from one row to the next, and from one column to the next.
     pitch: (usize, usize),
-    /// What averages multiply with.
+    /// The factor by which an average multiplies the window's sum.
     share: f32,
 }
 
-impl Place {
+impl WindowOffsets {
     #[inline(always)]
     fn at(self, row: usize, column: usize) -> usize {
         self.start + row * self.pitch.0 + column * self.pitch.1
@@ -150,7 +152,7 @@ impl<P: Pass> NullaryFnOnce for Walk<'_, P> {
             for (y, row) in pool.rows.iter().enumerate() {
                 for (x, column) in pool.columns.iter().enumerate() {
                     let first = row.inside.start * input.width + column.inside.start;
-                    let place = |channel| Place {
+                    let offsets = |channel| WindowOffsets {
                         output: image * output.len() + (y * output.width + x) * channels + channel,
                         start: start + first * channels + channel,
                         rows: row.inside.len(),
@@ -160,10 +162,10 @@ impl<P: Pass> NullaryFnOnce for Walk<'_, P> {
                     };
                     let grouped = channels - channels % GROUP;
                     for channel in (0..grouped).step_by(GROUP) {
-                        pass.window::<GROUP>(place(channel));
+                        pass.window::<GROUP>(offsets(channel));
                     }
                     for channel in grouped..channels {
-                        pass.window::<1>(place(channel));
+                        pass.window::<1>(offsets(channel));
                     }
                 }
             }
@@ -179,12 +181,12 @@ struct Max<'a> {
 
 impl Pass for Max<'_> {
     #[inline(always)]
-    fn window<const N: usize>(&mut self, place: Place) {
+    fn window<const N: usize>(&mut self, offsets: WindowOffsets) {
         let (mut best, mut chosen) = ([f32::NEG_INFINITY; N], [0; N]);
         let mut position = 0;
-        for row in 0..place.rows {
-            for column in 0..place.columns {
-                let x = group::<_, N>(self.x, place.at(row, column));
+        for row in 0..offsets.rows {
+            for column in 0..offsets.columns {
+                let x = group::<_, N>(self.x, offsets.at(row, column));
                 for lane in 0..N {
                     // NaN wins, so that it is seen in the loss.
                     let take = x[lane] > best[lane] || x[lane].is_nan();
@@ -194,8 +196,8 @@ impl Pass for Max<'_> {
                 position += 1;
             }
         }
-        *group_mut(self.y, place.output) = best;
-        *group_mut(self.chosen, place.output) = chosen;
+        *group_mut(self.y, offsets.output) = best;
+        *group_mut(self.chosen, offsets.output) = chosen;
     }
 }
 
@@ -212,13 +214,13 @@ impl Pass for MaxGradient<'_> {
     }
 
     #[inline(always)]
-    fn window<const N: usize>(&mut self, place: Place) {
-        let dy = *group::<_, N>(self.dy, place.output);
-        let chosen = *group::<_, N>(self.chosen, place.output);
+    fn window<const N: usize>(&mut self, offsets: WindowOffsets) {
+        let dy = *group::<_, N>(self.dy, offsets.output);
+        let chosen = *group::<_, N>(self.chosen, offsets.output);
         let mut position = 0;
-        for row in 0..place.rows {
-            for column in 0..place.columns {
-                let dx = group_mut::<_, N>(self.dx, place.at(row, column));
+        for row in 0..offsets.rows {
+            for column in 0..offsets.columns {
+                let dx = group_mut::<_, N>(self.dx, offsets.at(row, column));
                 for lane in 0..N {
                     dx[lane] += if chosen[lane] == position { dy[lane] } else { 0.0 };
                 }
@@ -235,17 +237,17 @@ struct Average<'a> {
 
 impl Pass for Average<'_> {
     #[inline(always)]
-    fn window<const N: usize>(&mut self, place: Place) {
+    fn window<const N: usize>(&mut self, offsets: WindowOffsets) {
         let mut sum = [0.0; N];
-        for row in 0..place.rows {
-            for column in 0..place.columns {
-                let x = group::<_, N>(self.x, place.at(row, column));
+        for row in 0..offsets.rows {
+            for column in 0..offsets.columns {
+                let x = group::<_, N>(self.x, offsets.at(row, column));
                 for lane in 0..N {
                     sum[lane] += x[lane];
                 }
             }
         }
-        *group_mut(self.y, place.output) = sum.map(|sum| sum * place.share);
+        *group_mut(self.y, offsets.output) = sum.map(|sum| sum * offsets.share);
     }
 }
 
@@ -261,11 +263,11 @@ impl Pass for AverageGradient<'_> {
     }
 
     #[inline(always)]
-    fn window<const N: usize>(&mut self, place: Place) {
-        let share = group::<_, N>(self.dy, place.output).map(|dy| dy * place.share);
-        for row in 0..place.rows {
-            for column in 0..place.columns {
-                let dx = group_mut::<_, N>(self.dx, place.at(row, column));
+    fn window<const N: usize>(&mut self, offsets: WindowOffsets) {
+        let share = group::<_, N>(self.dy, offsets.output).map(|dy| dy * offsets.share);
+        for row in 0..offsets.rows {
+            for column in 0..offsets.columns {
+                let dx = group_mut::<_, N>(self.dx, offsets.at(row, column));
                 for lane in 0..N {
                     dx[lane] += share[lane];
                 }

@@ -27,8 +27,8 @@ fn screen(kind: Kind, colour: bool) -> (Screen, Log) {
     (Screen::with(kind, Box::new(log.clone()), Paint { on: colour }, 100), log)
 }
 
-fn progress(step_in_epoch: u64) -> Progress {
-    Progress {
+fn progress(step_in_epoch: u64) -> StepProgress {
+    StepProgress {
         step_in_epoch,
         loss: 0.5,
         accuracy: 0.9,

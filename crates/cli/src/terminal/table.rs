@@ -1,15 +1,16 @@
 //! The plan as a table in columns that line up, whatever script the names are in.
 
 use super::{Paint, printable};
-use crate::train::report::{LayerReport, units};
+use crate::report::{LayerReport, units};
 use unicode_width::{UnicodeWidthChar, UnicodeWidthStr};
 
-/// A header, a row for each layer, a total. Reasons have the room that is left, two lines at most.
-pub(super) fn plan(layers: &[LayerReport], width: usize, paint: Paint) -> Vec<String> {
+/// A header, a row for each layer, and a total. A reason takes the room that is left in its row, and
+/// two lines at most.
+pub(crate) fn plan(layers: &[LayerReport], width: usize, paint: Paint) -> Vec<String> {
     folded(layers, layers.len(), width, paint)
 }
 
-/// The same where a row may stand for several of `count` layers.
+/// The same table, if a row may stand for several of `count` layers.
 pub(crate) fn folded(
     layers: &[LayerReport],
     count: usize,
