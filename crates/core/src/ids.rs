@@ -41,6 +41,14 @@ id! {
     /// The iteration number of a layer. 0 is the initial value; the first step is 1.
     Clock(u64)
 }
+id! {
+    /// Which edition of the cluster a job is in. The first is 1; 0 is not known yet.
+    Epoch(u32)
+}
+id! {
+    /// What a frame on a link belongs to. 0 is the link itself, 1 the job's first session.
+    ChannelId(u32)
+}
 
 impl Clock {
     /// The clock after this one.

@@ -31,12 +31,14 @@ pub mod syncer;
 pub mod wire;
 
 mod ids;
+mod job_id;
 mod violation;
 
 pub use chunk::{ChunkKey, ChunkSize, Chunks};
 pub use cluster::{Cluster, Role, Servers};
 pub use factors::Gather;
-pub use ids::{Clock, LaneId, LayerId, NodeId};
+pub use ids::{ChannelId, Clock, Epoch, LaneId, LayerId, NodeId};
+pub use job_id::{JobId, NotAJobId};
 pub use layer::{Layer, LayerKind};
 pub use optim::{Optimizer, Reduction};
 pub use overlap::Overlap;

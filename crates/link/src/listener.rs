@@ -1,5 +1,6 @@
 use crate::Credentials;
-use crate::handshake::{self, HandshakeError};
+use crate::descriptors::{self, Need};
+use crate::handshake::{self, HandshakeError, Proven};
 use crate::secret::random_number;
 use crate::stream::{Stream, socket_for, unix_address};
 use mio::unix::SourceFd;
@@ -22,6 +23,7 @@ pub struct Listener {
     tcp: SocketAddr,
     unix: Option<String>,
     doors: Vec<Socket>,
+    need: Option<Need>,
 }
 
 /// Why a node cannot be called at the address it was given.
@@ -68,13 +70,16 @@ impl Listener {
             ErrorKind::AddrInUse => BindError::InUse { address },
             ErrorKind::AddrNotAvailable => BindError::NotLocal { address },
             ErrorKind::PermissionDenied => BindError::Forbidden { address },
-            _ => BindError::Other { address: address.to_string(), source },
+            _ => {
+                let source = descriptors::explain(source, None);
+                BindError::Other { address: address.to_string(), source }
+            }
         })?;
-        let mut listener = Self { tcp, unix: None, doors: vec![door] };
+        let mut listener = Self { tcp, unix: None, doors: vec![door], need: None };
         if unix && cfg!(target_os = "linux") {
             let (name, door) = open_unix().map_err(|source| BindError::Other {
                 address: "an abstract unix socket".to_owned(),
-                source,
+                source: descriptors::explain(source, None),
             })?;
             listener.unix = Some(name);
             listener.doors.push(door);
@@ -92,11 +97,17 @@ impl Listener {
         self.unix.as_deref()
     }
 
+    /// Says what the job needs, for the words of a process that runs out of descriptors.
+    pub fn needing(mut self, need: Need) -> Self {
+        self.need = Some(need);
+        self
+    }
+
     /// Answers callers in the background until the returned [`Serving`] is dropped.
     ///
     /// Each handshake has a thread of its own, so a silent or slow caller keeps nobody waiting.
     /// `admit` is asked about callers that know the secret; whom it lets in goes to `deliver`. Both
-    /// are called from several threads at once and should not block. `admit` decides and does not
+    /// are called from several threads at once. `admit` may wait, and keeps only its own caller waiting. It decides and does not
     /// record: the caller may be gone before its welcome reaches it, and two callers that claim to
     /// be the same node may both be admitted, so `deliver` must cope with a second one.
     pub fn serve(
@@ -124,6 +135,7 @@ impl Listener {
         let stop = Arc::new(AtomicBool::new(false));
         let porter = Porter {
             doors: self.doors,
+            need: self.need,
             credentials,
             message_limit,
             admit,
@@ -182,15 +194,16 @@ impl Drop for Serving {
 /// Everything the accepting thread and the handshakes it starts share.
 struct Porter<A, D> {
     doors: Vec<Socket>,
+    need: Option<Need>,
     credentials: Credentials,
     message_limit: Duration,
     admit: A,
     deliver: D,
     stop: Arc<AtomicBool>,
     waker: Arc<Waker>,
-    /// Callers in mid-handshake, oldest first. The accepting thread adds; whoever removes one
-    /// has the last word on it: its own thread when the handshake is over, the accepting thread
-    /// when it hangs up.
+    /// Callers that have not proved yet that they know the secret, oldest first. The accepting thread adds;
+    /// whoever removes one has the last word on it: its own thread when it has proved it or the handshake is over,
+    /// the accepting thread when it hangs up.
     waiting: Mutex<BTreeMap<u64, Waiting>>,
 }
 
@@ -253,7 +266,8 @@ where
                         | ErrorKind::ConnectionAborted
                         | ErrorKind::ConnectionReset => idle = false,
                         _ => {
-                            tracing::warn!(error = %e, "cannot accept a caller just now");
+                            let error = descriptors::explain(e, self.need);
+                            tracing::warn!(%error, "cannot accept a caller just now");
                             return Some(SHORTAGE_PAUSE);
                         }
                     },
@@ -304,38 +318,46 @@ where
     }
 
     fn answer(&self, mut stream: Stream, place: Place<'_, A, D>) {
-        match self.shake_hands(&mut stream) {
+        let proven = self.prove(&mut stream);
+        // A caller that knows the secret is no stranger: while it waits to be admitted it takes no stranger's place.
+        if !place.leave() {
+            // The accepting thread hung up, and has said so.
+            return;
+        }
+        let shaken = proven.and_then(|proven| {
+            let judged = (self.admit)(&proven.hello);
+            stream.set_deadline(Some(Instant::now() + self.message_limit));
+            proven.answer(&mut stream, &self.credentials.secret, judged)
+        });
+        let error = match shaken {
             Ok(hello) => {
-                if place.leave() {
-                    stream.set_deadline(None);
-                    (self.deliver)(hello, stream);
-                }
+                stream.set_deadline(None);
+                return (self.deliver)(hello, stream);
             }
-            Err(error) => {
-                if !self.waiting().contains_key(&place.id) {
-                    // The accepting thread hung up, and has said so.
-                    return;
-                }
-                let peer = stream.peer();
-                match &error {
-                    // Scanners and health checks: they asked for nothing, and nothing was refused.
-                    HandshakeError::Cut { message: "Hello", got: 0, .. } => {
-                        tracing::debug!(peer, "a caller left without a word");
-                    }
-                    error => tracing::warn!(peer, reason = %error, "refused a connection"),
-                }
-                if let HandshakeError::Refused(_) = error {
-                    stream.close_gently();
-                }
+            Err(error) => error,
+        };
+        let peer = stream.peer();
+        match &error {
+            // Scanners and health checks: they asked for nothing, and nothing was refused.
+            HandshakeError::Cut { message: "Hello", got: 0, .. } => {
+                tracing::debug!(peer, "a caller left without a word");
             }
+            // It will call again.
+            HandshakeError::Refused(Status::NoBook) => {
+                tracing::debug!(peer, reason = %error, "put off a connection");
+            }
+            error => tracing::warn!(peer, reason = %error, "refused a connection"),
+        }
+        if let HandshakeError::Refused(_) | HandshakeError::Version { .. } = error {
+            stream.close_gently();
         }
     }
 
-    fn shake_hands(&self, stream: &mut Stream) -> Result<Hello, HandshakeError> {
+    fn prove(&self, stream: &mut Stream) -> Result<Proven, HandshakeError> {
         stream.set_deadline(Some(Instant::now() + self.message_limit));
         let challenged = handshake::challenge(stream, &self.credentials)?;
         stream.set_deadline(Some(Instant::now() + self.message_limit));
-        challenged.judge(stream, &self.credentials.secret, &self.admit)
+        challenged.prove(stream, &self.credentials.secret)
     }
 }
 
@@ -412,7 +434,7 @@ mod tests {
     use super::*;
     use crate::{Address, Caller, connect};
     use poseidon_core::wire::Purpose;
-    use poseidon_core::{LaneId, NodeId};
+    use poseidon_core::{Epoch, JobId, LaneId, NodeId};
     use std::io::{Read, Write};
     use std::net::{Ipv4Addr, TcpStream};
     use std::sync::mpsc;
@@ -431,7 +453,8 @@ mod tests {
     }
 
     fn call(serving: &Serving, node: u16) -> Stream {
-        let caller = Caller { purpose: Purpose::Lane, node: NodeId(node), lane: LaneId(0) };
+        let (purpose, node, lane) = (Purpose::Lane, NodeId(node), LaneId(0));
+        let caller = Caller { purpose, node, lane, identity: JobId([2; 16]), epoch: Epoch(1) };
         let to = Address::Tcp(serving.tcp().to_string());
         connect(&to, caller, &credentials(), Instant::now() + FOREVER).unwrap()
     }

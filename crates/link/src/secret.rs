@@ -48,7 +48,7 @@ impl fmt::Debug for Secret {
 }
 
 /// 128 bits nobody can guess.
-pub(crate) fn random_number() -> io::Result<u128> {
+pub fn random_number() -> io::Result<u128> {
     let mut bytes = [0; 16];
     getrandom::fill(&mut bytes)?;
     Ok(u128::from_ne_bytes(bytes))
