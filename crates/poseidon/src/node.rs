@@ -4,6 +4,7 @@ use crate::Error;
 use crate::job::book::{Book, Job};
 use crate::job::config::Config;
 use crate::job::coordinator::Coordinator;
+use crate::job::line::ControlLine;
 use crate::job::rendezvous::{Joined, join};
 use crate::lane::board::{Board, Counters};
 use crate::lane::holdings::Holdings;
@@ -11,7 +12,7 @@ use crate::lane::{self, Command, Lane, Limits, MAILBOX, Parts};
 use crate::memory::exchange::Exchange;
 use crate::memory::factors::Meeting;
 use poseidon_core::{Clock, Cluster, LaneId, Layer, LayerId, NodeId, Plan, Shard, Store};
-use poseidon_link::{Address, Credentials, Serving};
+use poseidon_link::Serving;
 use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -24,8 +25,8 @@ pub(crate) struct Node {
     pub(crate) me: NodeId,
     pub(crate) book: Arc<Book>,
     pub(crate) board: Arc<Board>,
-    /// Where the coordinator is, and what opens its door.
-    pub(crate) coordinator: (Address, Credentials),
+    /// To the coordinator.
+    pub(crate) line: Arc<ControlLine>,
     counters: Arc<Counters>,
     pub(crate) plan: Plan,
     /// By layer, for those that go by factors: where they meet. Empty on a server.
@@ -60,7 +61,7 @@ struct LaneHandle {
 impl Node {
     /// Joins the job. Workers bring a description of it, servers take what they get.
     pub(crate) fn start(config: &Config, job: Option<Job>) -> Result<Self, Error> {
-        let Joined { book, plan, links, meeting_point, serving, coordinator } = join(config, job)?;
+        let Joined { book, plan, links, line, serving, coordinator } = join(config, job)?;
         let layers: Arc<[Layer]> = book.job.layers.clone().into();
         let board = Arc::new(Board::new(layers.len()));
         let counters = Arc::new(Counters::new(layers.len()));
@@ -70,7 +71,7 @@ impl Node {
             me: config.node(),
             book: book.clone(),
             board: board.clone(),
-            coordinator: meeting_point,
+            line,
             counters: counters.clone(),
             lanes: Vec::new(),
             lanes_of: lanes_of(&plan),
@@ -139,7 +140,7 @@ impl Node {
 
     /// `host:port` of the coordinator this node joined by.
     pub(crate) fn coordinator_address(&self) -> String {
-        self.coordinator.0.to_string()
+        self.line.address().to_string()
     }
 
     /// Bytes sent for `layer`.

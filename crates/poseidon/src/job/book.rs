@@ -2,13 +2,22 @@
 
 use poseidon_core::plan::{Placement, Rules};
 use poseidon_core::store::Order;
-use poseidon_core::{ChunkSize, Cluster, Layer, NodeId, Optimizer, Plan, Policy};
+use poseidon_core::{ChunkSize, Cluster, Epoch, JobId, Layer, NodeId, Optimizer, Plan, Policy};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
+
+/// The version of the book this build writes and reads.
+pub const BOOK_VERSION: u16 = 1;
 
 /// Cluster, addresses and model. The coordinator writes it once, when the last node has joined.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Book {
+    /// How it is written: [`BOOK_VERSION`].
+    pub version: u16,
+    /// The run of the job: every run of a job has another.
+    pub identity: JobId,
+    /// The edition of the cluster within the run, from 1.
+    pub epoch: Epoch,
     /// Who does what.
     pub cluster: Cluster,
     /// Facts about every node, by id.
@@ -155,6 +164,11 @@ mod tests {
         }
     }
 
+    fn book(cluster: Cluster, nodes: Vec<NodeFacts>) -> Book {
+        let (version, identity, epoch) = (BOOK_VERSION, JobId([0xab; 16]), Epoch(1));
+        Book { version, identity, epoch, cluster, nodes, job: job() }
+    }
+
     #[test]
     fn the_first_difference_is_named_with_both_sides() {
         let mut other = job();
@@ -184,7 +198,7 @@ mod tests {
         };
         let tiles = |[a, b, server]: [bool; 3]| {
             let nodes = vec![node(0, a), node(1, b), node(2, server)];
-            Book { cluster: cluster.clone(), nodes, job: job() }.tiles()
+            book(cluster.clone(), nodes).tiles()
         };
         assert!(tiles([true, true, false]));
         assert!(!tiles([true, false, true]));
@@ -193,9 +207,11 @@ mod tests {
     #[test]
     fn the_book_answers_dotted_questions() {
         let cluster = Cluster::new(2, Servers::Colocated, 1).unwrap();
-        let book = Book { cluster, nodes: Vec::new(), job: job() };
+        let book = book(cluster, Vec::new());
         assert_eq!(book.query("job.layers.1.name"), Some("fc".into()));
         assert_eq!(book.query("cluster.workers"), Some(2.into()));
+        assert_eq!(book.query("identity"), Some("ab".repeat(16).into()));
+        assert_eq!(book.query("epoch"), Some(1.into()));
         assert_eq!(book.query("job.layers.7"), None);
         assert_eq!(book.query("nobody.knows"), None);
         assert!(book.query("").unwrap().is_object());
