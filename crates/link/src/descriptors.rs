@@ -24,19 +24,16 @@ pub struct Shortage {
 }
 
 impl Need {
-    /// Descriptors that the job takes at most: one per link, and what starting takes for a moment.
+    /// Descriptors that the job takes: one per link, an event queue and a mailbox per lane, and a few for the node.
     pub fn descriptors(&self) -> usize {
-        self.nodes.saturating_mul(self.lanes).saturating_add(SPARE)
+        self.lanes.saturating_mul(self.nodes.saturating_add(2)).saturating_add(NODE)
     }
 }
 
 impl fmt::Display for Need {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let (nodes, lanes, all) = (self.nodes, self.lanes, self.descriptors());
-        write!(
-            f,
-            "this job needs {all} more for links ({nodes} nodes x {lanes} lanes, {SPARE} to spare)"
-        )
+        let Self { nodes, lanes } = self;
+        write!(f, "this job needs {} more ({nodes} nodes x {lanes} lanes)", self.descriptors())
     }
 }
 
@@ -53,31 +50,34 @@ impl fmt::Display for Shortage {
         if let Some(need) = &self.need {
             write!(f, "; {need}")?;
         }
-        let need = self.need.map_or(SPARE, |need| need.descriptors());
-        let enough = (self.open.unwrap_or(0) + need).max(self.limit.unwrap_or(0) as usize + 1);
-        write!(
-            f,
-            ": raise the limit before starting it, for instance `ulimit -n {}`",
-            enough.next_power_of_two()
-        )
+        let need = self.need.map_or(0, |need| need.descriptors()) + SPARE;
+        let enough = (self.open.unwrap_or(0) + need).next_power_of_two();
+        write!(f, ": raise the limit before starting it, for instance with `ulimit -n {enough}`")
     }
 }
 
-/// Makes sure that the process may open what the job needs: raises its limit as far as the system lets it.
+/// Makes sure that the process may open what the job needs. Raises the limit as far as the system lets it, if there
+/// would be little to spare.
 pub fn reserve(need: Need) -> Result<(), Shortage> {
     let Some(open) = count_open() else { return Ok(()) };
     let wanted = (open + need.descriptors()) as u64;
+    let suffices =
+        |limit: Option<u64>, spare: u64| limit.is_none_or(|limit| limit >= wanted + spare);
     let (soft, hard) = limits();
-    if soft.is_none_or(|soft| soft >= wanted) {
+    if suffices(soft, SPARE as u64) {
         return Ok(());
     }
-    let raised = raise(hard);
-    if raised && hard.is_none_or(|hard| hard >= wanted) {
-        tracing::debug!(?soft, ?hard, wanted, "raised the limit of open files");
+    let limit = if raise(hard) { hard } else { soft };
+    tracing::debug!(?soft, ?limit, open, wanted, "raised the limit of open files");
+    if suffices(limit, 0) {
         return Ok(());
     }
-    let limit = if raised { hard } else { soft };
     Err(Shortage { open: Some(open), limit, need: Some(need) })
+}
+
+/// What `error` says of descriptors, if it was [explained](explain).
+pub fn shortage(error: &io::Error) -> Option<&Shortage> {
+    error.get_ref()?.downcast_ref()
 }
 
 /// `error` with the facts, if it says that the process has no descriptor left.
@@ -114,8 +114,9 @@ fn raise(to: Option<u64>) -> bool {
     rustix::process::setrlimit(rustix::process::Resource::Nofile, limit).is_ok()
 }
 
-/// What is open for a moment while a node starts: 64 handshakes with two each, event queues, the descriptors of
-/// shared memory.
+/// Two doors, their event queue and mailbox, the control connection, and the descriptors of shared memory, for a moment.
+const NODE: usize = 12;
+/// What is good to have: up to 64 handshakes at once take two each for a moment, and the program opens files too.
 const SPARE: usize = 192;
 
 #[cfg(test)]
@@ -129,7 +130,7 @@ mod tests {
         for part in [
             "has 40 open",
             "may have 1024 (RLIMIT_NOFILE)",
-            "needs 1216",
+            "needs 1052 more",
             "128 nodes x 8 lanes",
             "ulimit -n 2048",
         ] {

@@ -15,6 +15,7 @@ use crate::job::open::{Opening, Openings};
 use crate::job::rounds::Rounds;
 use poseidon_core::wire::{Hello, NOBODY, Purpose, Status};
 use poseidon_core::{Cluster, JobId, NodeId};
+use poseidon_link::descriptors::{self, Need};
 use poseidon_link::{
     Address, Caller, Credentials, Half, Listener, Serving, Stream, connect, random_number,
 };
@@ -313,6 +314,13 @@ impl State {
                     replies = self.joining.handle_closed(id, now);
                 }
                 let Some(connection) = self.connections.get(&id) else { return replies };
+                if self.joining.is_empty() {
+                    let nodes = usize::from(join.workers) + usize::from(join.servers.extra());
+                    // Without room for all of them the last ones are not accepted, which is logged too.
+                    if let Err(shortage) = descriptors::reserve(Need { nodes, lanes: 1 }) {
+                        tracing::warn!("{shortage}");
+                    }
+                }
                 let peer = connection.peer.clone();
                 replies.extend(self.joining.handle_join(asker, *join, peer, now));
                 replies

@@ -59,6 +59,11 @@ impl Joining {
         self.outcome.as_ref()?.as_ref().ok()
     }
 
+    /// Whether nobody has joined yet.
+    pub(crate) fn is_empty(&self) -> bool {
+        self.joined.is_empty() && self.gone.is_empty() && self.outcome.is_none()
+    }
+
     /// The node that has joined by this connection.
     pub(crate) fn node_of(&self, connection: u64) -> Option<NodeId> {
         let mut joined = self.joined.iter();

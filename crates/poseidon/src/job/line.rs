@@ -306,7 +306,9 @@ impl Shared {
             match (request, message) {
                 (Some(request), answer) => {
                     // Whoever has given up waiting does not want it any more.
-                    state.asking.remove(&request).map(|asker| asker.send(answer));
+                    if let Some(asker) = state.asking.remove(&request) {
+                        let _ = asker.send(answer);
+                    }
                 }
                 (None, Message::Lost { node, why }) => {
                     state.lost.get_or_insert((node, why));

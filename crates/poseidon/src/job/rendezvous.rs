@@ -9,8 +9,10 @@ use crate::job::coordinator::Coordinator;
 use crate::job::line::ControlLine;
 use poseidon_core::wire::{Hello, Purpose, Status};
 use poseidon_core::{Cluster, Epoch, JobId, LaneId, NodeId, Plan};
+use poseidon_link::descriptors::{self, Need, Shortage};
 use poseidon_link::{
-    Address, Caller, Credentials, Link, Listener, Serving, Stream, address, connect, connect_unless,
+    Address, BindError, Caller, ConnectError, Credentials, Link, Listener, Serving, Stream,
+    address, connect, connect_unless,
 };
 use poseidon_matrix::Unit;
 use std::collections::BTreeSet;
@@ -39,6 +41,9 @@ pub(crate) type Links = Vec<(NodeId, Box<dyn Link>)>;
 /// Joins the job. Workers bring a description of it, servers take what they get.
 pub(crate) fn join(config: &Config, job: Option<Job>) -> Result<Joined, Error> {
     config.validate()?;
+    let nodes = usize::from(config.workers) + usize::from(config.servers.extra());
+    let need = Need { nodes, lanes: config.lanes.into() };
+    descriptors::reserve(need)?;
     let deadline = Instant::now() + config.connect_timeout;
     let credentials = config.credentials();
     let coordinator = config.serves_coordinator.then(|| serve_coordinator(config)).transpose()?;
@@ -55,7 +60,9 @@ pub(crate) fn join(config: &Config, job: Option<Job>) -> Result<Joined, Error> {
     } else {
         tracing::info!(%interface, "listening at {ip}, {reason}");
     }
-    let listener = Listener::bind(choice.ip, 0, config.carrier != Carriers::Tcp)?;
+    let listener = Listener::bind(choice.ip, 0, config.carrier != Carriers::Tcp)
+        .map_err(|e| with_need(e.into(), need))?
+        .needing(need);
     let facts = NodeFacts {
         node: config.node(),
         host: address::host_id(),
@@ -77,13 +84,18 @@ pub(crate) fn join(config: &Config, job: Option<Job>) -> Result<Joined, Error> {
     let line = Arc::new(line.map_err(Error::io(reaching()))?);
     let (workers, servers, lanes) = (config.workers, config.servers, config.lanes);
     let words = Join { facts, workers, servers, lanes, book: BOOK_VERSION, job };
-    let book = line.join(words, deadline.saturating_duration_since(Instant::now()))?;
+    let joined = line.join(words, deadline.saturating_duration_since(Instant::now()));
+    let book = joined.inspect_err(|error| line.give_up(error.to_string()))?;
+    // Worker 0's number of lanes holds for all.
+    let need = Need { lanes: book.cluster.lanes().into(), ..need };
+    descriptors::reserve(need).inspect_err(|error| line.give_up(error.to_string()))?;
     run.begin(&book);
 
     let plan = book.plan();
     let opened =
         Opening { config, book: &book, plan: &plan, credentials: &credentials, line: &line }
             .gather_links(&arrivals);
+    let opened = opened.map_err(|error| with_need(error, need));
     let links = opened.inspect_err(|error| line.give_up(error.to_string()))?;
     run.connected();
     Ok(Joined { book, plan, links, line, serving, coordinator })
@@ -312,6 +324,23 @@ impl Opening<'_> {
     fn link_to(&self, node: NodeId) -> impl FnOnce(std::io::Error) -> Error + use<> {
         Error::io(format!("link to {}", self.book.cluster.name(node)))
     }
+}
+
+/// A process that has run out of descriptors is told what its job needs.
+fn with_need(error: Error, need: Need) -> Error {
+    let short = match &error {
+        Error::Bind(why) => match &**why {
+            BindError::Other { source, .. } => descriptors::shortage(source),
+            _ => None,
+        },
+        Error::Connect { why, .. } => match &**why {
+            ConnectError::Impossible { source, .. } => descriptors::shortage(source),
+            _ => None,
+        },
+        _ => None,
+    };
+    let Some(short) = short else { return error };
+    Error::Descriptors(Shortage { need: Some(need), ..short.clone() })
 }
 
 /// Workers exchange chunks with servers, and factors with workers. Nodes that exchange nothing have
