@@ -3,7 +3,8 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use std::fmt;
 use std::str::FromStr;
 
-/// One run of a job: 16 random bytes, so that no two runs share it. Zero is a run that is not known yet.
+/// One run of a job: 16 random bytes, so that no two runs share it. Zero is a run that is not known
+/// yet.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct JobId(pub [u8; 16]);
 

@@ -24,7 +24,8 @@ pub struct Shortage {
 }
 
 impl Need {
-    /// Descriptors that the job takes: one per link, an event queue and a mailbox per lane, and a few for the node.
+    /// Descriptors that the job takes: one per link, an event queue and a mailbox per lane, and a
+    /// few for the node.
     pub fn descriptors(&self) -> usize {
         self.lanes.saturating_mul(self.nodes.saturating_add(2)).saturating_add(NODE)
     }
@@ -56,8 +57,8 @@ impl fmt::Display for Shortage {
     }
 }
 
-/// Makes sure that the process may open what the job needs. Raises the limit as far as the system lets it, if there
-/// would be little to spare.
+/// Makes sure that the process may open what the job needs. Raises the limit as far as the system
+/// lets it, if there would be little to spare.
 pub fn reserve(need: Need) -> Result<(), Shortage> {
     let Some(open) = count_open() else { return Ok(()) };
     let wanted = (open + need.descriptors()) as u64;
@@ -114,9 +115,11 @@ fn raise(to: Option<u64>) -> bool {
     rustix::process::setrlimit(rustix::process::Resource::Nofile, limit).is_ok()
 }
 
-/// Two doors, their event queue and mailbox, the control connection, and the descriptors of shared memory, for a moment.
+/// Two doors, their event queue and mailbox, the control connection, and the descriptors of shared
+/// memory, for a moment.
 const NODE: usize = 12;
-/// What is good to have: up to 64 handshakes at once take two each for a moment, and the program opens files too.
+/// What is good to have: up to 64 handshakes at once take two each for a moment, and the program
+/// opens files too.
 const SPARE: usize = 192;
 
 #[cfg(test)]

@@ -7,8 +7,9 @@ use std::net::Shutdown;
 use std::sync::Arc;
 use std::time::Instant;
 
-/// One of two holds on a connection: one thread reads by the first, others write by the second. Each has a deadline
-/// of its own. The connection closes with the last of them, or when one [hangs up](Half::hang_up).
+/// One of two holds on a connection: one thread reads by the first, others write by the second.
+/// Each has a deadline of its own. The connection closes with the last of them, or when one [hangs
+/// up](Half::hang_up).
 #[derive(Debug)]
 pub struct Half {
     socket: Arc<Socket>,
@@ -27,7 +28,8 @@ impl Half {
         self.deadline = deadline;
     }
 
-    /// Ends the connection, also for a thread that reads by the other half. What was written before still arrives.
+    /// Ends the connection, also for a thread that reads by the other half. What was written before
+    /// still arrives.
     pub fn hang_up(&self) {
         // An error means that it has ended already.
         let _ = self.socket.shutdown(Shutdown::Both);

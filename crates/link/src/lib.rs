@@ -5,7 +5,8 @@
 //! * [`Link`]: what a lane's event loop reads and writes; a [`Stream`] becomes one.
 //! * [`handshake`]: who may speak (`docs/wire.md` §1), over any `Read + Write`.
 //! * [`Half`]: a [`Stream`] that one thread reads and others write.
-//! * [`descriptors`]: how many of them a process may open, and what to say when they do not suffice.
+//! * [`descriptors`]: how many of them a process may open, and what to say when they do not
+//!   suffice.
 //! * [`address`]: which local address to listen on, and why.
 //! * [`memory`]: links without a network, in virtual time and with faults, for tests.
 

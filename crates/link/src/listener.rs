@@ -107,9 +107,10 @@ impl Listener {
     ///
     /// Each handshake has a thread of its own, so a silent or slow caller keeps nobody waiting.
     /// `admit` is asked about callers that know the secret; whom it lets in goes to `deliver`. Both
-    /// are called from several threads at once. `admit` may wait, and keeps only its own caller waiting. It decides and does not
-    /// record: the caller may be gone before its welcome reaches it, and two callers that claim to
-    /// be the same node may both be admitted, so `deliver` must cope with a second one.
+    /// are called from several threads at once. `admit` may wait, and keeps only its own caller
+    /// waiting. It decides and does not record: the caller may be gone before its welcome reaches
+    /// it, and two callers that claim to be the same node may both be admitted, so `deliver` must
+    /// cope with a second one.
     pub fn serve(
         self,
         credentials: Credentials,
@@ -201,9 +202,9 @@ struct Porter<A, D> {
     deliver: D,
     stop: Arc<AtomicBool>,
     waker: Arc<Waker>,
-    /// Callers that have not proved yet that they know the secret, oldest first. The accepting thread adds;
-    /// whoever removes one has the last word on it: its own thread when it has proved it or the handshake is over,
-    /// the accepting thread when it hangs up.
+    /// Callers that have not proved yet that they know the secret, oldest first. The accepting
+    /// thread adds; whoever removes one has the last word on it: its own thread when it has proved
+    /// it or the handshake is over, the accepting thread when it hangs up.
     waiting: Mutex<BTreeMap<u64, Waiting>>,
 }
 
@@ -319,7 +320,8 @@ where
 
     fn answer(&self, mut stream: Stream, place: Place<'_, A, D>) {
         let proven = self.prove(&mut stream);
-        // A caller that knows the secret is no stranger: while it waits to be admitted it takes no stranger's place.
+        // A caller that knows the secret is no stranger: while it waits to be admitted it takes no
+        // stranger's place.
         if !place.leave() {
             // The accepting thread hung up, and has said so.
             return;

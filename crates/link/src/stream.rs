@@ -70,8 +70,8 @@ impl Stream {
         self.into_link(shared::accept)
     }
 
-    /// The connection as two threads want it, one of which reads. Made to last: a peer whose machine is gone is
-    /// noticed although nobody writes.
+    /// The connection as two threads want it, one of which reads. Made to last: a peer whose
+    /// machine is gone is noticed although nobody writes.
     pub fn split(self) -> io::Result<(Half, Half)> {
         if self.carrier == Carrier::Tcp {
             let probes = TcpKeepalive::new().with_time(IDLE).with_interval(PROBE);
@@ -290,8 +290,8 @@ pub(crate) const NO_SIGNAL: c_int = 0;
 /// How often a read that may be called off looks whether it is.
 const GLANCE: Duration = Duration::from_millis(100);
 
-/// How long a connection that lasts is silent before the kernel asks whether the other machine is there, how often
-/// it asks, and how many times: a machine that is gone is noticed after a minute.
+/// How long a connection that lasts is silent before the kernel asks whether the other machine is
+/// there, how often it asks, and how many times: a machine that is gone is noticed after a minute.
 const IDLE: Duration = Duration::from_secs(30);
 const PROBE: Duration = Duration::from_secs(10);
 const PROBES: u32 = 3;

@@ -456,7 +456,8 @@ fn another_machines_address_is_named() {
     assert!(error.to_string().contains("198.51.100.7"), "{error}");
 }
 
-/// A node that has no book yet lets its callers wait, and there may be more of them than strangers may be.
+/// A node that has no book yet lets its callers wait, and there may be more of them than strangers
+/// may be.
 #[test]
 fn callers_that_wait_to_be_admitted_keep_nobody_else_waiting() {
     let (open, closed) = mpsc::channel::<()>();

@@ -1,4 +1,5 @@
-//! Nodes that die while a job starts: everybody else hears of it at once, and a restarted process is welcome.
+//! Nodes that die while a job starts: everybody else hears of it at once, and a restarted process
+//! is welcome.
 
 mod cluster;
 
@@ -125,7 +126,8 @@ fn a_restarted_process_takes_the_place_of_one_that_was_killed() {
 #[test]
 fn a_worker_that_dies_before_the_job_begins_is_named_with_its_address() {
     without_hanging(|| {
-        // The place is free for as long as nodes wait for each other, which is long enough for worker 0 only.
+        // The place is free for as long as nodes wait for each other, which is long enough for
+        // worker 0 only.
         let (_coordinator, config) = Layout::workers(3).coordinator_within(Duration::from_secs(3));
         let dead = apply(&worker(&config, 1));
         thread::scope(|scope| {
@@ -143,8 +145,8 @@ fn a_worker_that_dies_before_the_job_begins_is_named_with_its_address() {
     });
 }
 
-/// Two workers of which one gets its book and then dies. Returns what the other, of rank `rank`, makes of it: long before
-/// it would have waited in vain.
+/// Two workers of which one gets its book and then dies. Returns what the other, of rank `rank`,
+/// makes of it: long before it would have waited in vain.
 fn die_after_the_book(rank: u16) -> Error {
     without_hanging(move || {
         let (_coordinator, config) = Layout::workers(2).coordinator();
@@ -230,7 +232,8 @@ fn a_coordinator_alone() {
     }
 }
 
-/// Sessions gather over the connection by which they joined, and a job that ends leaves it with a goodbye.
+/// Sessions gather over the connection by which they joined, and a job that ends leaves it with a
+/// goodbye.
 #[test]
 fn a_job_that_ends_well_is_no_death() {
     let results = Layout::workers(3).run(

@@ -7,8 +7,8 @@ use poseidon::{Config, Secret};
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use std::process::Command;
 
-/// Starts this test program again, as a worker of its own job with 64 lanes, where `hard` files may be open, and returns
-/// what it prints.
+/// Starts this test program again, as a worker of its own job with 64 lanes, where `hard` files may
+/// be open, and returns what it prints.
 fn start(hard: Option<u64>) -> String {
     let output = Command::new(std::env::current_exe().unwrap())
         .args(["--exact", "another_process", "--nocapture"])

@@ -188,7 +188,8 @@ pub enum Status {
     Garbage = 7,
     /// The caller has the book of another run, or of another epoch.
     #[error(
-        "the caller belongs to another run of this job: a process of an earlier run is still alive, or two runs use the same name and address"
+        "the caller belongs to another run of this job: a process of an earlier run is still alive, \
+         or two runs use the same name and address"
     )]
     Run = 8,
     /// The caller wants something of the connection that this version does not know.

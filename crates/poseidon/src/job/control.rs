@@ -151,7 +151,8 @@ impl Body {
 
     /// The frame for `request`: its beginning, and the rest, which all requests share.
     pub(crate) fn frame(&self, sender: NodeId, request: Option<u64>) -> (Vec<u8>, &[u8]) {
-        // A message is an object with at least its type: what follows its brace begins with a field.
+        // A message is an object with at least its type: what follows its brace begins with a
+        // field.
         let rest = &self.0[1..];
         let brace = match request {
             Some(request) => format!("{{\"request\":{request},"),

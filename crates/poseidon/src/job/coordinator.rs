@@ -1,18 +1,17 @@
-//! The coordinator: nodes join, it writes the information book, anybody may ask it, and nodes gather small facts and open
-//! channels through it.
+//! The coordinator: nodes join, it writes the information book, anybody may ask it, and nodes
+//! gather small facts and open channels through it.
 //!
-//! It lives in worker 0's process, or in the launcher's; either way it is a listener, a thread per control connection
-//! that reads, and one that watches the time. Decisions are made by [`Joining`], [`Rounds`] and [`Openings`], which
-//! know of no sockets. No gradient ever passes through it.
+//! It lives in worker 0's process, or in the launcher's; either way it is a listener, a thread per
+//! control connection that reads, and one that watches the time. Decisions are made by [`Joining`],
+//! [`Rounds`] and [`Openings`], which know of no sockets. No gradient ever passes through it.
 
-use crate::Error;
-use crate::RendezvousError;
 use crate::job::book::lookup;
 use crate::job::control::{Asker, Body, Message, Numbered, Reply, receive};
 use crate::job::gather::{self, Post};
 use crate::job::joining::Joining;
 use crate::job::open::{Opening, Openings};
 use crate::job::rounds::Rounds;
+use crate::{Error, RendezvousError};
 use poseidon_core::wire::{Hello, NOBODY, Purpose, Status};
 use poseidon_core::{Cluster, JobId, NodeId};
 use poseidon_link::descriptors::{self, Need};
@@ -89,6 +88,12 @@ impl Coordinator {
     /// Where it listens.
     pub fn address(&self) -> SocketAddr {
         self.address
+    }
+
+    /// Control connections there have been.
+    #[cfg(test)]
+    pub(crate) fn connections(&self) -> u64 {
+        self.shared.lock().next
     }
 }
 
@@ -316,7 +321,8 @@ impl State {
                 let Some(connection) = self.connections.get(&id) else { return replies };
                 if self.joining.is_empty() {
                     let nodes = usize::from(join.workers) + usize::from(join.servers.extra());
-                    // Without room for all of them the last ones are not accepted, which is logged too.
+                    // Without room for all of them the last ones are not accepted, which is logged
+                    // too.
                     if let Err(shortage) = descriptors::reserve(Need { nodes, lanes: 1 }) {
                         tracing::warn!("{shortage}");
                     }
@@ -408,8 +414,8 @@ impl State {
         left.map_or_else(Vec::new, |(node, cluster)| self.openings.handle_left(&cluster, node))
     }
 
-    /// A node says goodbye before it hangs up, and the lanes tell of one that does not: only strangers are worth a
-    /// warning.
+    /// A node says goodbye before it hangs up, and the lanes tell of one that does not: only
+    /// strangers are worth a warning.
     fn log_end(&self, id: u64, error: &std::io::Error) {
         let Some(Connection { peer, .. }) = self.connections.get(&id).map(|c| &**c) else { return };
         let nonsense = error.kind() == ErrorKind::InvalidData;

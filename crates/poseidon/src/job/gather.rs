@@ -1,7 +1,7 @@
 //! Small facts of all workers, now and then: the accuracy of an epoch, statistics at the end.
 //!
-//! Every worker posts its value to the coordinator, which answers all when the last one has. All values pass through
-//! one process, so it is not for tensors.
+//! Every worker posts its value to the coordinator, which answers all when the last one has. All
+//! values pass through one process, so it is not for tensors.
 
 use crate::GatherError;
 use crate::job::control::{Asker, Message, Reply};
@@ -23,7 +23,8 @@ pub(crate) struct Post {
 }
 
 impl ControlLine {
-    /// Posts this worker's value of `topic` and waits for the others'. `watch` tells what the lanes know meanwhile.
+    /// Posts this worker's value of `topic` and waits for the others'. `watch` tells what the lanes
+    /// know meanwhile.
     pub(crate) fn gather(
         &self,
         topic: &str,

@@ -20,7 +20,8 @@ pub(crate) struct Joining {
     gone: BTreeMap<NodeId, Gone>,
     /// The book, or why there will be none.
     outcome: Option<Result<Arc<Book>, String>>,
-    /// Whether nodes have been told that one of them is lost. All of them stop then: other losses only follow.
+    /// Whether nodes have been told that one of them is lost. All of them stop then: other losses
+    /// only follow.
     told_of_loss: bool,
 }
 
@@ -75,7 +76,8 @@ impl Joining {
         self.joined.get(&node).map(|joined| joined.asker.connection)
     }
 
-    /// A node wants to join. It is answered now if it is refused, and otherwise with everybody else.
+    /// A node wants to join. It is answered now if it is refused, and otherwise with everybody
+    /// else.
     pub(crate) fn handle_join(
         &mut self,
         asker: Asker,
@@ -246,7 +248,8 @@ impl Joining {
         reason
     }
 
-    /// Tells everybody who has joined what became of it. Called when that has just been decided, if it has.
+    /// Tells everybody who has joined what became of it. Called when that has just been decided, if
+    /// it has.
     fn announce(&mut self) -> Vec<Reply> {
         match &self.outcome {
             None => Vec::new(),
@@ -263,7 +266,8 @@ impl Joining {
         }
     }
 
-    /// A node is gone: before the book is written its place is free, afterwards the others are told.
+    /// A node is gone: before the book is written its place is free, afterwards the others are
+    /// told.
     fn remove(&mut self, connection: u64, reason: Option<String>, now: Instant) -> Vec<Reply> {
         let Some(node) = self.node_of(connection) else { return Vec::new() };
         let name = self.name(node);

@@ -1,4 +1,5 @@
-//! A node's end of its control connection: one connection for the life of the job, shared by all threads.
+//! A node's end of its control connection: one connection for the life of the job, shared by all
+//! threads.
 
 use crate::job::book::{BOOK_VERSION, Book};
 use crate::job::control::{Body, Join, Message, Numbered, receive};
@@ -14,7 +15,8 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-/// The connection to the coordinator. Threads ask over it at the same time; each is handed its own answer.
+/// The connection to the coordinator. Threads ask over it at the same time; each is handed its own
+/// answer.
 pub(crate) struct ControlLine {
     me: NodeId,
     /// The coordinator's, for people.
@@ -25,7 +27,8 @@ pub(crate) struct ControlLine {
     /// Written once, when the coordinator has answered the join.
     book: OnceLock<Arc<Book>>,
     reader: Option<JoinHandle<()>>,
-    /// The process whose connection it is: one that is forked from it has the socket too, but must not close it.
+    /// The process whose connection it is: one that is forked from it has the socket too, but must
+    /// not close it.
     owner: u32,
 }
 
@@ -131,8 +134,8 @@ impl ControlLine {
         }
     }
 
-    /// Says `message` and waits for its answer. The coordinator has `patience`, and a little more for its words about
-    /// who is missing. `watch` is asked ten times a second what the lanes know.
+    /// Says `message` and waits for its answer. The coordinator has `patience`, and a little more
+    /// for its words about who is missing. `watch` is asked ten times a second what the lanes know.
     pub(crate) fn ask(
         &self,
         message: &Message,

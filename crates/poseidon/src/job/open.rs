@@ -1,7 +1,8 @@
-//! Channels: what sessions and groups get from the coordinator, so that they can share the links of a job.
+//! Channels: what sessions and groups get from the coordinator, so that they can share the links of
+//! a job.
 //!
-//! Every member posts the channel's name, its members and the job it is for. When the last one has, and all agree, they
-//! get its number.
+//! Every member posts the channel's name, its members and the job it is for. When the last one has,
+//! and all agree, they get its number.
 
 use crate::OpenError;
 use crate::job::book::Job;
@@ -36,8 +37,8 @@ pub(crate) struct Opening {
 }
 
 impl ControlLine {
-    /// Opens a channel: returns its number when every member has asked for the same. `watch` tells what the lanes know
-    /// meanwhile.
+    /// Opens a channel: returns its number when every member has asked for the same. `watch` tells
+    /// what the lanes know meanwhile.
     #[cfg_attr(not(test), expect(dead_code, reason = "siblings and groups come to use it"))]
     pub(crate) fn open(
         &self,
@@ -308,6 +309,21 @@ mod tests {
         let mut given: Vec<_> = numbers[0].iter().map(|(_, number)| number.0).collect();
         given.sort();
         assert_eq!(given, (2..10).collect::<Vec<_>>());
+    }
+
+    #[test]
+    fn everything_goes_over_the_connection_by_which_a_node_joined() {
+        let (coordinator, lines) = start(2);
+        for round in 0..5 {
+            let rank = |line: &ControlLine| serde_json::json!([line.me(), round]);
+            let gathered = all(&lines, |line| {
+                line.gather("rank", &rank(line), LONG, &|| JobState::Running).unwrap()
+            });
+            assert_eq!(gathered[0], [rank(&lines[0]), rank(&lines[1])]);
+            assert_eq!(gathered[0], gathered[1]);
+            all(&lines, |line| open(line, "model", &[0, 1], None).unwrap());
+        }
+        assert_eq!(coordinator.connections(), 2);
     }
 
     #[test]

@@ -129,16 +129,16 @@ enum Progress {
     #[default]
     Joining,
     /// Links are being opened.
-    Opening(Epitome),
+    Opening(RunFacts),
     /// All links are there.
-    Connected(Epitome),
+    Connected(RunFacts),
     /// There will be no book.
     Failed,
 }
 
 /// What a caller must know of the book.
 #[derive(Clone, Copy)]
-struct Epitome {
+struct RunFacts {
     identity: JobId,
     epoch: Epoch,
     lanes: u16,
@@ -147,13 +147,13 @@ struct Epitome {
 impl Run {
     fn begin(&self, book: &Book) {
         let Book { identity, epoch, .. } = *book;
-        self.set(Progress::Opening(Epitome { identity, epoch, lanes: book.cluster.lanes() }));
+        self.set(Progress::Opening(RunFacts { identity, epoch, lanes: book.cluster.lanes() }));
     }
 
     fn connected(&self) {
         let progress = *self.lock();
-        if let Progress::Opening(epitome) = progress {
-            self.set(Progress::Connected(epitome));
+        if let Progress::Opening(facts) = progress {
+            self.set(Progress::Connected(facts));
         }
     }
 
@@ -171,16 +171,16 @@ impl Run {
         let undecided = |progress: &mut Progress| matches!(progress, Progress::Joining);
         let waited = self.changed.wait_timeout_while(self.lock(), BOOK, undecided);
         let progress = *waited.unwrap_or_else(PoisonError::into_inner).0;
-        let (epitome, taken) = match progress {
+        let (facts, taken) = match progress {
             Progress::Joining | Progress::Failed => return Err(Status::NoBook),
-            Progress::Opening(epitome) => (epitome, false),
-            Progress::Connected(epitome) => (epitome, true),
+            Progress::Opening(facts) => (facts, false),
+            Progress::Connected(facts) => (facts, true),
         };
-        if (hello.identity, hello.epoch) != (epitome.identity, epitome.epoch) {
+        if (hello.identity, hello.epoch) != (facts.identity, facts.epoch) {
             return Err(Status::Run);
         }
         match hello.lane.0 {
-            lane if lane >= epitome.lanes => Err(Status::Lane),
+            lane if lane >= facts.lanes => Err(Status::Lane),
             _ if taken => Err(Status::Node),
             _ => Ok(()),
         }
@@ -236,8 +236,8 @@ struct Opening<'a> {
 }
 
 impl Opening<'_> {
-    /// One link per lane and node this one exchanges chunks with: to lower ids it calls, from higher
-    /// ids it is called. Ends as soon as the coordinator says that a node is lost.
+    /// One link per lane and node this one exchanges chunks with: to lower ids it calls, from
+    /// higher ids it is called. Ends as soon as the coordinator says that a node is lost.
     fn gather_links(&self, arrivals: &Receiver<Arrival>) -> Result<Vec<Links>, Error> {
         let Self { config, book, plan, .. } = *self;
         let me = config.node();
@@ -251,7 +251,8 @@ impl Opening<'_> {
             .call(&lower, deadline, &mut links)
             .and_then(|()| self.await_callers(&higher, arrivals, deadline, &mut links));
         let Err(error) = opened else { return Ok(links) };
-        // A link that breaks is most likely a node that has died: the coordinator is about to say which.
+        // A link that breaks is most likely a node that has died: the coordinator is about to say
+        // which.
         let until =
             Instant::now() + if matches!(error, Error::Io { .. }) { NEWS } else { Duration::ZERO };
         while self.line.trouble().is_none() && Instant::now() < until {
@@ -297,7 +298,8 @@ impl Opening<'_> {
             }
             let left = deadline.saturating_duration_since(Instant::now());
             match arrivals.recv_timeout(left.min(GLANCE)) {
-                // A second connection for the same lane is a caller that was cut off and tried again.
+                // A second connection for the same lane is a caller that was cut off and tried
+                // again.
                 Ok((hello, mut stream)) if nodes.contains(&hello.node) => {
                     let Some(lane) = links.get_mut(hello.lane.index()) else { continue };
                     lane.retain(|(node, _)| *node != hello.node);
@@ -379,7 +381,7 @@ const NEWS: Duration = Duration::from_secs(1);
 mod tests {
     use super::*;
 
-    const OURS: Epitome = Epitome { identity: JobId([3; 16]), epoch: Epoch(1), lanes: 2 };
+    const OURS: RunFacts = RunFacts { identity: JobId([3; 16]), epoch: Epoch(1), lanes: 2 };
 
     fn hello(identity: JobId, epoch: Epoch, lane: u16) -> Hello {
         let (purpose, node, lane) = (Purpose::Lane, NodeId(1), LaneId(lane));
@@ -410,8 +412,8 @@ mod tests {
                 let run = run.clone();
                 std::thread::spawn(move || run.admit(&hello(OURS.identity, OURS.epoch, lane)))
             });
-            if let Some(epitome) = outcome {
-                run.set(Progress::Opening(epitome));
+            if let Some(facts) = outcome {
+                run.set(Progress::Opening(facts));
             }
             drop(closing);
             for caller in callers {

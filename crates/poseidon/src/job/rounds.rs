@@ -1,11 +1,13 @@
-//! Things that several nodes post to the coordinator under one name, and that are complete when the last of them has.
+//! Things that several nodes post to the coordinator under one name, and that are complete when the
+//! last of them has.
 
 use crate::job::control::{Asker, Message, Reply};
 use poseidon_core::NodeId;
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
-/// The names that some nodes have posted and others have not. A name that is complete or has expired is forgotten.
+/// The names that some nodes have posted and others have not. A name that is complete or has
+/// expired is forgotten.
 #[derive(Debug)]
 pub(crate) struct Rounds<T> {
     open: BTreeMap<String, Round<T>>,
@@ -17,7 +19,8 @@ pub(crate) struct Round<T> {
     /// Who has to post.
     pub(crate) members: Vec<NodeId>,
     pub(crate) posts: BTreeMap<NodeId, (Asker, T)>,
-    /// When the first of those who wait has waited long enough. None: it waits for as long as it takes.
+    /// When the first of those who wait has waited long enough. None: it waits for as long as it
+    /// takes.
     deadline: Option<Instant>,
 }
 
@@ -46,7 +49,8 @@ impl<T> Default for Rounds<T> {
 }
 
 impl<T> Rounds<T> {
-    /// Adds to the round of `name`, or opens one among `members`. Returns the round if it is complete.
+    /// Adds to the round of `name`, or opens one among `members`. Returns the round if it is
+    /// complete.
     pub(crate) fn post(
         &mut self,
         name: &str,

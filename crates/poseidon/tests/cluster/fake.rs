@@ -147,8 +147,9 @@ pub(crate) fn lane(book: &Book, node: NodeId, lane: LaneId) -> Caller {
     Caller { purpose: Purpose::Lane, node, lane, identity, epoch }
 }
 
-/// Joins the job of `config` from `host`, at an address where nobody listens. Returns the book and the control
-/// connection, by which the coordinator knows that the node lives. The error is the coordinator's reason.
+/// Joins the job of `config` from `host`, at an address where nobody listens. Returns the book and
+/// the control connection, by which the coordinator knows that the node lives. The error is the
+/// coordinator's reason.
 pub(crate) fn register(
     config: &Config,
     job: Option<&Job>,
