@@ -4,7 +4,7 @@
 //! A target panics when a decoder breaks its promise, and otherwise tells what became of the input.
 
 use poseidon_core::wire::{Challenge, Header, HeaderError, Hello, Purpose, Verdict};
-use poseidon_core::{LaneId, NodeId};
+use poseidon_core::{Epoch, JobId, LaneId, NodeId};
 use poseidon_link::handshake::{call, challenge as greet};
 use poseidon_link::{Credentials, HandshakeError};
 use std::io::{self, Read, Write};
@@ -58,8 +58,8 @@ fn hello(input: &[u8]) -> Outcome {
     let Ok(hello) = Hello::decode(bytes) else { return Outcome::Refused };
     let mut again = hello.encode();
     assert_eq!(Hello::decode(&again), Ok(hello));
-    // Byte 11 is reserved: written as zero, and not looked at.
-    again[11] = bytes[11];
+    // Bytes 52 to 55 are reserved: written as zero, and not looked at.
+    again[52..56].copy_from_slice(&bytes[52..56]);
     assert_eq!(&again, bytes);
     Outcome::Accepted
 }
@@ -96,6 +96,8 @@ fn caller(input: &[u8]) -> Outcome {
         node: NodeId(1),
         lane: LaneId(0),
         cluster: CLUSTER,
+        identity: JobId([5; 16]),
+        epoch: Epoch(1),
         nonce: [9; 32],
     };
     turned_away(call(&mut Stranger(input), &hello, &credentials().secret))

@@ -1,8 +1,8 @@
 //! A bounded, seeded run of every fuzz target: random inputs, and mutations of whole ones.
 //! The same inputs every time, so a failure can be repeated.
 
-use poseidon_core::wire::{Challenge, Header, Hello, Kind, NOBODY, Purpose, Status, Verdict};
-use poseidon_core::{ChunkKey, Clock, LaneId, LayerId, NodeId};
+use poseidon_core::wire::{Challenge, Header, Hello, Kind, NOBODY, Purpose, Status, VERSION, Verdict};
+use poseidon_core::{ChunkKey, Clock, Epoch, JobId, LaneId, LayerId, NodeId};
 use poseidon_fuzz::{CLUSTER, Outcome, handshake, header};
 use std::collections::BTreeMap;
 
@@ -29,9 +29,11 @@ fn handshake_survives() {
         node: NOBODY,
         lane: LaneId(0),
         cluster: CLUSTER,
+        identity: JobId([6; 16]),
+        epoch: Epoch(3),
         nonce: [2; 32],
     };
-    let challenge = Challenge { status: Status::Welcome, version: 1, nonce: [3; 32] };
+    let challenge = Challenge { status: Status::Welcome, version: VERSION, nonce: [3; 32] };
     let verdict = Verdict { status: Status::Welcome, proof: [0; 32] };
     run(
         handshake,

@@ -7,12 +7,17 @@ use crate::{ChunkSize, Cluster, Epoch, JobId, Layer, LayerKind, NodeId, Optimize
 use serde::{Deserialize, Serialize};
 use std::collections::HashSet;
 
+/// The version of the book this build writes and reads.
+pub const BOOK_VERSION: u16 = 1;
+
 /// Cluster, addresses and model. The coordinator writes it when the last node has joined.
 ///
 /// A book that comes from another process is checked while it is read: see [`BookError`].
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(try_from = "Unchecked")]
 pub struct Book {
+    /// How it is written: [`BOOK_VERSION`].
+    pub version: u16,
     /// Tells this job from every other one, also from one of the same name.
     pub identity: JobId,
     /// Which edition of the job's book this is.
@@ -244,6 +249,7 @@ impl Job {
 /// A book as it comes from another process.
 #[derive(Deserialize)]
 struct Unchecked {
+    version: u16,
     identity: JobId,
     epoch: Epoch,
     cluster: Cluster,
@@ -255,7 +261,7 @@ impl TryFrom<Unchecked> for Book {
     type Error = BookError;
 
     fn try_from(book: Unchecked) -> Result<Self, BookError> {
-        let Unchecked { identity, epoch, cluster, nodes, job } = book;
+        let Unchecked { version, identity, epoch, cluster, nodes, job } = book;
         job.validate()?;
         let (expected, got) = (cluster.nodes(), nodes.len());
         if expected != got {
@@ -266,7 +272,7 @@ impl TryFrom<Unchecked> for Book {
                 return Err(BookError::Order { expected, got: facts.node });
             }
         }
-        Ok(Self { identity, epoch, cluster, nodes, job })
+        Ok(Self { version, identity, epoch, cluster, nodes, job })
     }
 }
 
@@ -296,9 +302,9 @@ mod tests {
             version: String::new(),
             tiles: false,
         };
-        let identity = JobId::from_bytes(std::array::from_fn(|i| i as u8));
+        let identity = JobId(std::array::from_fn(|i| i as u8));
         let nodes = cluster.node_ids().map(facts).collect();
-        Book { identity, epoch: Epoch::FIRST, cluster, nodes, job: job() }
+        Book { version: BOOK_VERSION, identity, epoch: Epoch::FIRST, cluster, nodes, job: job() }
     }
 
     #[test]

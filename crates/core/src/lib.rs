@@ -33,13 +33,15 @@ pub mod syncer;
 pub mod wire;
 
 mod ids;
+mod job_id;
 mod violation;
 
 pub use book::{Book, Job, NodeFacts};
 pub use chunk::{ChunkKey, ChunkSize, Chunks};
 pub use cluster::{Cluster, Role, Servers};
 pub use factors::Gather;
-pub use ids::{ChannelId, Clock, Epoch, JobId, LaneId, LayerId, NodeId};
+pub use ids::{ChannelId, Clock, Epoch, LaneId, LayerId, NodeId};
+pub use job_id::{JobId, NotAJobId};
 pub use layer::{Layer, LayerKind};
 pub use optim::{Optimizer, Reduction};
 pub use overlap::Overlap;

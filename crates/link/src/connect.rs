@@ -1,14 +1,16 @@
 use crate::Credentials;
+use crate::descriptors;
 use crate::handshake::{self, HandshakeError};
 use crate::secret::random_number;
 use crate::stream::{Stream, is_self_connected, socket_for, unix_address};
-use poseidon_core::wire::{Hello, Purpose};
-use poseidon_core::{LaneId, NodeId};
+use poseidon_core::wire::{Hello, Purpose, Status};
+use poseidon_core::{Epoch, JobId, LaneId, NodeId};
 use socket2::{SockAddr, Socket};
 use std::fmt;
 use std::io::{self, ErrorKind};
 use std::net::{SocketAddr, ToSocketAddrs};
-use std::sync::mpsc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, mpsc};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -39,6 +41,18 @@ pub struct Caller {
     pub node: NodeId,
     /// The lane that is called; lanes of the same number call each other.
     pub lane: LaneId,
+    /// The run of the job it belongs to; zero on a control connection, which does not know it yet.
+    pub identity: JobId,
+    /// The epoch of that run; zero on a control connection.
+    pub epoch: Epoch,
+}
+
+impl Caller {
+    /// `node` calls the coordinator.
+    pub fn control(node: NodeId) -> Self {
+        let (identity, epoch) = (JobId::default(), Epoch(0));
+        Self { purpose: Purpose::Control, node, lane: LaneId(0), identity, epoch }
+    }
 }
 
 /// Why there is no connection.
@@ -82,6 +96,12 @@ pub enum ConnectError {
         /// What the system said.
         source: io::Error,
     },
+    /// Somebody in this process said that the connection is not wanted any more.
+    #[error("the call to {address} was called off")]
+    CalledOff {
+        /// Whom we called.
+        address: Address,
+    },
 }
 
 /// Calls the listener at `to` until it answers or the deadline passes: the peer may not have started
@@ -95,6 +115,28 @@ pub fn connect(
     credentials: &Credentials,
     deadline: Instant,
 ) -> Result<Stream, ConnectError> {
+    call(to, caller, credentials, deadline, None)
+}
+
+/// As [`connect`], but ends soon after `cancelled` has become true.
+pub fn connect_unless(
+    cancelled: &Arc<AtomicBool>,
+    to: &Address,
+    caller: Caller,
+    credentials: &Credentials,
+    deadline: Instant,
+) -> Result<Stream, ConnectError> {
+    call(to, caller, credentials, deadline, Some(cancelled))
+}
+
+fn call(
+    to: &Address,
+    caller: Caller,
+    credentials: &Credentials,
+    deadline: Instant,
+    cancelled: Option<&Arc<AtomicBool>>,
+) -> Result<Stream, ConnectError> {
+    let is_cancelled = || cancelled.is_some_and(|cancelled| cancelled.load(Ordering::Acquire));
     let start = Instant::now();
     let mut attempts = 0;
     let mut last = "the deadline had passed before the first attempt".to_owned();
@@ -110,15 +152,31 @@ pub fn connect(
         };
         for target in targets {
             attempts += 1;
-            match attempt(&target, caller, credentials, deadline) {
+            match attempt(&target, caller, credentials, deadline, cancelled) {
                 Ok(stream) => return Ok(stream),
+                Err(_) if is_cancelled() => {
+                    return Err(ConnectError::CalledOff { address: to.clone() });
+                }
+                // Waiting frees no descriptor of ours.
+                Err(HandshakeError::Io(e)) if descriptors::is_shortage(&e) => {
+                    let source = descriptors::explain(e, None);
+                    return Err(ConnectError::Impossible { address: to.clone(), source });
+                }
                 Err(reason) if is_final(&reason) => {
                     return Err(ConnectError::Handshake { address: to.clone(), reason });
                 }
                 Err(reason) => last = describe(to, &target, &reason),
             }
         }
-        thread::sleep(pause.min(deadline.saturating_duration_since(Instant::now())));
+        let until = deadline.min(Instant::now() + pause);
+        while let left = until.saturating_duration_since(Instant::now())
+            && !left.is_zero()
+        {
+            if is_cancelled() {
+                return Err(ConnectError::CalledOff { address: to.clone() });
+            }
+            thread::sleep(left.min(GLANCE));
+        }
         pause = (pause * 2).min(LONGEST_PAUSE);
     }
     Err(ConnectError::GaveUp { address: to.clone(), attempts, waited: start.elapsed(), last })
@@ -130,15 +188,19 @@ fn attempt(
     caller: Caller,
     credentials: &Credentials,
     deadline: Instant,
+    cancelled: Option<&Arc<AtomicBool>>,
 ) -> Result<Stream, HandshakeError> {
     let socket = open(target, deadline)?;
     let mut stream = Stream::new(socket, target)?;
     stream.set_deadline(Some(deadline));
-    let Caller { purpose, node, lane } = caller;
-    let mut hello = Hello { purpose, node, lane, cluster: credentials.cluster, nonce: [0; 32] };
+    stream.set_cancelled(cancelled.cloned());
+    let Caller { purpose, node, lane, identity, epoch } = caller;
+    let (cluster, nonce) = (credentials.cluster, [0; 32]);
+    let mut hello = Hello { purpose, node, lane, cluster, identity, epoch, nonce };
     getrandom::fill(&mut hello.nonce).map_err(io::Error::from)?;
     handshake::call(&mut stream, &hello, &credentials.secret)?;
     stream.set_deadline(None);
+    stream.set_cancelled(None);
     Ok(stream)
 }
 
@@ -207,6 +269,8 @@ fn resolve(to: &Address, deadline: Instant) -> Result<Vec<SockAddr>, Unresolved>
 fn is_final(reason: &HandshakeError) -> bool {
     use HandshakeError::*;
     match reason {
+        // It is on its way into the job.
+        Refused(Status::NoBook) => false,
         Refused(_) | Version { .. } | NotPoseidon | Impostor => true,
         Cut { .. } | Late { .. } | Io(_) => false,
     }
@@ -222,4 +286,6 @@ fn describe(to: &Address, target: &SockAddr, reason: &HandshakeError) -> String 
 
 const FIRST_PAUSE: Duration = Duration::from_millis(10);
 const LONGEST_PAUSE: Duration = Duration::from_millis(500);
+/// How often a pause looks whether the call is still wanted.
+const GLANCE: Duration = Duration::from_millis(100);
 const LONGEST_ATTEMPT: Duration = Duration::from_secs(5);

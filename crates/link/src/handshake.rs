@@ -20,13 +20,13 @@ pub enum HandshakeError {
     /// The listener refused the caller. Both sides see the same status.
     #[error("{0}")]
     Refused(Status),
-    /// The listener speaks another version of the protocol.
+    /// The other side speaks another version of the protocol.
     #[error(
         "it speaks protocol version {theirs}, this build speaks {VERSION}: install the same \
          Poseidon on every node"
     )]
     Version {
-        /// The listener's version.
+        /// The other side's version.
         theirs: u16,
     },
     /// Something other than Poseidon listens there.
@@ -113,7 +113,10 @@ pub fn challenge(
         Err(status) => {
             challenge.status = status;
             stream.write_all(&challenge.encode())?;
-            return Err(HandshakeError::Refused(status));
+            return Err(match status {
+                Status::Version => HandshakeError::Version { theirs: Hello::version(&bytes) },
+                _ => HandshakeError::Refused(status),
+            });
         }
     };
     getrandom::fill(&mut challenge.nonce).map_err(io::Error::from)?;
@@ -137,10 +140,43 @@ impl Challenged {
         secret: &Secret,
         admit: impl FnOnce(&Hello) -> Result<(), Status>,
     ) -> Result<Hello, HandshakeError> {
+        let proven = self.prove(stream, secret)?;
+        let judged = admit(&proven.hello);
+        proven.answer(stream, secret, judged)
+    }
+
+    /// Reads the caller's proof. A caller that does not know the secret is refused.
+    pub(crate) fn prove(
+        self,
+        stream: &mut (impl Read + Write),
+        secret: &Secret,
+    ) -> Result<Proven, HandshakeError> {
         let mut proof = [0; PROOF_SIZE];
         fill(stream, "Proof", &mut proof, 0..PROOF_SIZE)?;
         let known = self.transcript.mac(secret, CALLER).verify_slice(&proof);
-        let judged = known.map_err(|_| Status::Secret).and_then(|()| admit(&self.hello));
+        if known.is_err() {
+            let verdict = Verdict { status: Status::Secret, proof: [0; 32] };
+            stream.write_all(&verdict.encode())?;
+            return Err(HandshakeError::Refused(Status::Secret));
+        }
+        Ok(Proven { hello: self.hello, transcript: self.transcript })
+    }
+}
+
+/// A caller that knows the secret and awaits its verdict.
+pub(crate) struct Proven {
+    pub(crate) hello: Hello,
+    transcript: Transcript,
+}
+
+impl Proven {
+    /// Gives the verdict.
+    pub(crate) fn answer(
+        self,
+        stream: &mut impl Write,
+        secret: &Secret,
+        judged: Result<(), Status>,
+    ) -> Result<Hello, HandshakeError> {
         let verdict = match judged {
             Ok(()) => Verdict {
                 status: Status::Welcome,
@@ -222,7 +258,7 @@ fn fill(
 mod tests {
     use super::*;
     use poseidon_core::wire::Purpose;
-    use poseidon_core::{LaneId, NodeId};
+    use poseidon_core::{Epoch, JobId, LaneId, NodeId};
     use proptest::prelude::*;
 
     /// Reads a script, keeps what is written.
@@ -262,6 +298,8 @@ mod tests {
             node: NodeId(1),
             lane: LaneId(2),
             cluster: [9; 16],
+            identity: JobId([4; 16]),
+            epoch: Epoch(1),
             nonce: [7; 32],
         }
     }
@@ -331,10 +369,25 @@ mod tests {
     }
 
     #[test]
+    fn a_caller_of_another_version_is_told_ours_and_the_log_names_both() {
+        // As long as version 4's was: nothing but its beginning is awaited.
+        let mut script = hello().encode()[..64].to_vec();
+        script[8..10].copy_from_slice(&4u16.to_le_bytes());
+        let mut stream = Scripted::new(&script);
+        let error = challenge(&mut stream, &credentials()).err().unwrap().to_string();
+        assert!(
+            error.contains("version 4") && error.contains(&format!("speaks {VERSION}")),
+            "{error}"
+        );
+        let answer = Challenge::decode(stream.output[..].try_into().unwrap()).unwrap();
+        assert_eq!((answer.status, answer.version), (Status::Version, VERSION));
+    }
+
+    #[test]
     fn a_cut_message_says_how_much_came() {
         let script = hello().encode();
         let error = challenge(&mut Scripted::new(&script[..20]), &credentials()).err().unwrap();
-        assert_eq!(error.to_string(), "the connection ended after 20 of the 64 bytes of its Hello");
+        assert_eq!(error.to_string(), "the connection ended after 20 of the 88 bytes of its Hello");
     }
 
     #[test]

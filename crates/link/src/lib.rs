@@ -4,21 +4,27 @@
 //!   processes of one machine, over an abstract unix socket.
 //! * [`Link`]: what a lane's event loop reads and writes; a [`Stream`] becomes one.
 //! * [`handshake`]: who may speak (`docs/wire.md` §1), over any `Read + Write`.
+//! * [`Half`]: a [`Stream`] that one thread reads and others write.
+//! * [`descriptors`]: how many of them a process may open, and what to say when they do not
+//!   suffice.
 //! * [`address`]: which local address to listen on, and why.
 //! * [`memory`]: links without a network, in virtual time and with faults, for tests.
 
 pub mod address;
+pub mod descriptors;
 pub mod handshake;
 pub mod memory;
 
 mod connect;
+mod half;
 mod listener;
 mod past_cache;
 mod secret;
 mod shared;
 mod stream;
 
-pub use connect::{Address, Caller, ConnectError, connect};
+pub use connect::{Address, Caller, ConnectError, connect, connect_unless};
+pub use half::Half;
 pub use handshake::HandshakeError;
 pub use listener::{BindError, Listener, Serving};
 pub use secret::{Credentials, EmptySecret, Secret, random_bytes};

@@ -1,5 +1,6 @@
 use crate::Credentials;
-use crate::handshake::{self, HandshakeError};
+use crate::descriptors::{self, Need};
+use crate::handshake::{self, HandshakeError, Proven};
 use crate::secret::random_number;
 use crate::stream::{Stream, socket_for, unix_address};
 use mio::unix::SourceFd;
@@ -24,6 +25,8 @@ pub struct Listener {
     unix: Option<String>,
     /// The listening sockets: the TCP one and, if there is one, the unix one.
     sockets: Vec<Socket>,
+    /// What the job needs, for the words of a process that runs out of descriptors.
+    need: Option<Need>,
 }
 
 /// Why a node cannot be called at the address it was given.
@@ -70,13 +73,16 @@ impl Listener {
             ErrorKind::AddrInUse => BindError::InUse { address },
             ErrorKind::AddrNotAvailable => BindError::NotLocal { address },
             ErrorKind::PermissionDenied => BindError::Forbidden { address },
-            _ => BindError::Other { address: address.to_string(), source },
+            _ => {
+                let source = descriptors::explain(source, None);
+                BindError::Other { address: address.to_string(), source }
+            }
         })?;
-        let mut listener = Self { tcp, unix: None, sockets: vec![listening] };
+        let mut listener = Self { tcp, unix: None, sockets: vec![listening], need: None };
         if unix && cfg!(target_os = "linux") {
             let (name, listening) = open_unix().map_err(|source| BindError::Other {
                 address: "an abstract unix socket".to_owned(),
-                source,
+                source: descriptors::explain(source, None),
             })?;
             listener.unix = Some(name);
             listener.sockets.push(listening);
@@ -94,14 +100,20 @@ impl Listener {
         self.unix.as_deref()
     }
 
+    /// Says what the job needs, for the words of a process that runs out of descriptors.
+    pub fn needing(mut self, need: Need) -> Self {
+        self.need = Some(need);
+        self
+    }
+
     /// Answers callers in the background until the returned [`Serving`] is dropped.
     ///
-    /// Each handshake has a thread of its own, so a silent or slow caller keeps nobody pending.
-    /// `admit` is asked about callers that know the secret. The connection of a caller that it
-    /// admits goes to `deliver`. Both functions are called from several threads at once and should
-    /// not block. `admit` decides and does not record: the caller may be gone before its welcome
-    /// reaches it. Two callers that claim to be the same node may both be admitted, so `deliver`
-    /// must cope with a second one.
+    /// Each handshake has a thread of its own, so a silent or slow caller keeps nobody waiting.
+    /// `admit` is asked about callers that know the secret; whom it lets in goes to `deliver`. Both
+    /// are called from several threads at once. `admit` may wait, and keeps only its own caller
+    /// waiting. It decides and does not record: the caller may be gone before its welcome reaches
+    /// it, and two callers that claim to be the same node may both be admitted, so `deliver` must
+    /// cope with a second one.
     pub fn serve(
         self,
         credentials: Credentials,
@@ -127,6 +139,7 @@ impl Listener {
         let stop = Arc::new(AtomicBool::new(false));
         let acceptor = Acceptor {
             sockets: self.sockets,
+            need: self.need,
             credentials,
             message_limit,
             admit,
@@ -185,15 +198,16 @@ impl Drop for Serving {
 /// What the accepting thread shares with the threads of the handshakes it starts.
 struct Acceptor<A, D> {
     sockets: Vec<Socket>,
+    need: Option<Need>,
     credentials: Credentials,
     message_limit: Duration,
     admit: A,
     deliver: D,
     stop: Arc<AtomicBool>,
     waker: Arc<Waker>,
-    /// Handshakes under way by id, oldest first. The accepting thread adds a handshake. It is
-    /// removed by its own thread when it is over, or by the accepting thread when that hangs up on
-    /// the caller. The thread that removes a handshake decides what becomes of its connection.
+    /// Callers that have not proved yet that they know the secret, oldest first. The accepting
+    /// thread adds; whoever removes one has the last word on it: its own thread when it has proved
+    /// it or the handshake is over, the accepting thread when it hangs up.
     pending: Mutex<BTreeMap<u64, PendingHandshake>>,
 }
 
@@ -258,7 +272,8 @@ where
                         | ErrorKind::ConnectionAborted
                         | ErrorKind::ConnectionReset => idle = false,
                         _ => {
-                            tracing::warn!(error = %e, "cannot accept a caller just now");
+                            let error = descriptors::explain(e, self.need);
+                            tracing::warn!(%error, "cannot accept a caller just now");
                             return Some(SHORTAGE_PAUSE);
                         }
                     },
@@ -310,38 +325,47 @@ where
     }
 
     fn answer(&self, mut stream: Stream, slot: HandshakeSlot<'_, A, D>) {
-        match self.shake_hands(&mut stream) {
+        let proven = self.prove(&mut stream);
+        // A caller that knows the secret is no stranger: while it waits to be admitted it takes no
+        // stranger's place.
+        if !slot.leave() {
+            // The accepting thread hung up, and has said so.
+            return;
+        }
+        let shaken = proven.and_then(|proven| {
+            let judged = (self.admit)(&proven.hello);
+            stream.set_deadline(Some(Instant::now() + self.message_limit));
+            proven.answer(&mut stream, &self.credentials.secret, judged)
+        });
+        let error = match shaken {
             Ok(hello) => {
-                if slot.leave() {
-                    stream.set_deadline(None);
-                    (self.deliver)(hello, stream);
-                }
+                stream.set_deadline(None);
+                return (self.deliver)(hello, stream);
             }
-            Err(error) => {
-                if !self.pending().contains_key(&slot.id) {
-                    // The accepting thread hung up, and has said so.
-                    return;
-                }
-                let peer = stream.peer();
-                match &error {
-                    // Port scanners and health checks ask for nothing, so nothing was refused.
-                    HandshakeError::Cut { message: "Hello", got: 0, .. } => {
-                        tracing::debug!(peer, "a caller left without a word");
-                    }
-                    error => tracing::warn!(peer, reason = %error, "refused a connection"),
-                }
-                if let HandshakeError::Refused(_) = error {
-                    stream.close_gently();
-                }
+            Err(error) => error,
+        };
+        let peer = stream.peer();
+        match &error {
+            // Scanners and health checks: they asked for nothing, and nothing was refused.
+            HandshakeError::Cut { message: "Hello", got: 0, .. } => {
+                tracing::debug!(peer, "a caller left without a word");
             }
+            // It will call again.
+            HandshakeError::Refused(Status::NoBook) => {
+                tracing::debug!(peer, reason = %error, "put off a connection");
+            }
+            error => tracing::warn!(peer, reason = %error, "refused a connection"),
+        }
+        if let HandshakeError::Refused(_) | HandshakeError::Version { .. } = error {
+            stream.close_gently();
         }
     }
 
-    fn shake_hands(&self, stream: &mut Stream) -> Result<Hello, HandshakeError> {
+    fn prove(&self, stream: &mut Stream) -> Result<Proven, HandshakeError> {
         stream.set_deadline(Some(Instant::now() + self.message_limit));
         let challenged = handshake::challenge(stream, &self.credentials)?;
         stream.set_deadline(Some(Instant::now() + self.message_limit));
-        challenged.judge(stream, &self.credentials.secret, &self.admit)
+        challenged.prove(stream, &self.credentials.secret)
     }
 }
 
@@ -421,7 +445,7 @@ mod tests {
     use super::*;
     use crate::{Address, Caller, connect};
     use poseidon_core::wire::Purpose;
-    use poseidon_core::{LaneId, NodeId};
+    use poseidon_core::{Epoch, JobId, LaneId, NodeId};
     use std::io::{Read, Write};
     use std::net::{Ipv4Addr, TcpStream};
     use std::sync::mpsc;
@@ -440,7 +464,8 @@ mod tests {
     }
 
     fn call(serving: &Serving, node: u16) -> Stream {
-        let caller = Caller { purpose: Purpose::Lane, node: NodeId(node), lane: LaneId(0) };
+        let (purpose, node, lane) = (Purpose::Lane, NodeId(node), LaneId(0));
+        let caller = Caller { purpose, node, lane, identity: JobId([2; 16]), epoch: Epoch(1) };
         let to = Address::Tcp(serving.tcp().to_string());
         connect(&to, caller, &credentials(), Instant::now() + FOREVER).unwrap()
     }

@@ -1,12 +1,14 @@
 use crate::shared::{self, SharedLink};
-use crate::{Carrier, Link};
+use crate::{Carrier, Half, Link};
 use mio::unix::SourceFd;
 use mio::{Interest, Registry, Token};
-use socket2::{Domain, Protocol, SockAddr, Socket, Type};
+use socket2::{Domain, Protocol, SockAddr, Socket, TcpKeepalive, Type};
 use std::ffi::c_int;
 use std::io::{self, ErrorKind, IoSlice, IoSliceMut, Read, Write};
 use std::net::{Shutdown, SocketAddr};
 use std::os::fd::AsRawFd;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 /// Bytes asked for in each socket's send and receive buffer. The kernel may grant less
@@ -34,6 +36,8 @@ pub struct Stream {
     carrier: Carrier,
     peer: String,
     deadline: Option<Instant>,
+    /// Written by whoever no longer wants what is read here.
+    cancelled: Option<Arc<AtomicBool>>,
 }
 
 impl Stream {
@@ -56,15 +60,30 @@ impl Stream {
     /// The connection as a lane wants it: non-blocking, without a deadline. For the side that
     /// called: on a unix socket it offers shared memory, if `shared`, and tells the other side.
     pub fn into_calling_link(self, shared: bool) -> io::Result<Box<dyn Link>> {
-        self.socket.set_write_timeout(self.remaining()?)?;
+        self.socket.set_write_timeout(remaining(self.deadline)?)?;
         self.into_link(|socket| shared::offer(socket, shared))
     }
 
     /// The connection as a lane wants it, for the side that was called: the caller decides whether
     /// memory is shared.
     pub fn into_called_link(self) -> io::Result<Box<dyn Link>> {
-        self.socket.set_read_timeout(self.remaining()?)?;
+        self.socket.set_read_timeout(remaining(self.deadline)?)?;
         self.into_link(shared::accept)
+    }
+
+    /// The connection as two threads want it, one of which reads. Made to last: a peer whose
+    /// machine is gone is noticed although nobody writes.
+    pub fn split(self) -> io::Result<(Half, Half)> {
+        if self.carrier == Carrier::Tcp {
+            let probes = TcpKeepalive::new().with_time(IDLE).with_interval(PROBE);
+            self.socket.set_tcp_keepalive(&probes.with_retries(PROBES))?;
+        }
+        Ok(Half::pair(self.socket))
+    }
+
+    /// From now on, reads end soon after `cancelled` has become true.
+    pub(crate) fn set_cancelled(&mut self, cancelled: Option<Arc<AtomicBool>>) {
+        self.cancelled = cancelled;
     }
 
     fn into_link(
@@ -98,7 +117,7 @@ impl Stream {
             }
             None => (Carrier::Unix, unix_name(peer)),
         };
-        Ok(Self { socket, carrier, peer, deadline: None })
+        Ok(Self { socket, carrier, peer, deadline: None, cancelled: None })
     }
 
     /// Another handle of the socket, by which another thread can shut it down.
@@ -121,29 +140,42 @@ impl Stream {
             }
         }
     }
+}
 
-    /// What is left of the deadline, as the socket option wants it.
-    fn remaining(&self) -> io::Result<Option<Duration>> {
-        let Some(deadline) = self.deadline else { return Ok(None) };
-        let left = deadline.saturating_duration_since(Instant::now());
-        if left.is_zero() {
-            return Err(ErrorKind::TimedOut.into());
-        }
-        // A timeout of zero would mean no timeout, so it is at least a millisecond.
-        Ok(Some(left.max(Duration::from_millis(1))))
+/// What is left until `deadline`, as the socket option wants it.
+pub(crate) fn remaining(deadline: Option<Instant>) -> io::Result<Option<Duration>> {
+    let Some(deadline) = deadline else { return Ok(None) };
+    let left = deadline.saturating_duration_since(Instant::now());
+    if left.is_zero() {
+        return Err(ErrorKind::TimedOut.into());
     }
+    // Zero means for ever; a wait that ends early would be reported as one that ended in time.
+    Ok(Some(left.max(Duration::from_millis(1))))
 }
 
 impl Read for Stream {
     fn read(&mut self, buf: &mut [u8]) -> io::Result<usize> {
-        self.socket.set_read_timeout(self.remaining()?)?;
-        (&self.socket).read(buf).map_err(timed_out)
+        let Some(cancelled) = &self.cancelled else {
+            self.socket.set_read_timeout(remaining(self.deadline)?)?;
+            return (&self.socket).read(buf).map_err(timed_out);
+        };
+        loop {
+            if cancelled.load(Ordering::Acquire) {
+                return Err(io::Error::new(ErrorKind::ConnectionAborted, "called off"));
+            }
+            let left = remaining(self.deadline)?.map_or(GLANCE, |left| left.min(GLANCE));
+            self.socket.set_read_timeout(Some(left))?;
+            match (&self.socket).read(buf) {
+                Err(e) if e.kind() == ErrorKind::WouldBlock => {}
+                done => return done,
+            }
+        }
     }
 }
 
 impl Write for Stream {
     fn write(&mut self, buf: &[u8]) -> io::Result<usize> {
-        self.socket.set_write_timeout(self.remaining()?)?;
+        self.socket.set_write_timeout(remaining(self.deadline)?)?;
         self.socket.send_with_flags(buf, NO_SIGNAL).map_err(timed_out)
     }
 
@@ -246,7 +278,7 @@ fn unix_name(address: &SockAddr) -> String {
 }
 
 /// A socket's time-out shows as `WouldBlock`.
-fn timed_out(e: io::Error) -> io::Error {
+pub(crate) fn timed_out(e: io::Error) -> io::Error {
     if e.kind() == ErrorKind::WouldBlock { ErrorKind::TimedOut.into() } else { e }
 }
 
@@ -256,9 +288,18 @@ const MAX_BUFFERS: usize = 1024;
 /// A program that hosts us may have SIGPIPE at its default, and a dead peer must not kill it.
 /// Apple has an option of the socket for that instead, which socket2 sets.
 #[cfg(not(target_vendor = "apple"))]
-const NO_SIGNAL: c_int = rustix::net::SendFlags::NOSIGNAL.bits() as c_int;
+pub(crate) const NO_SIGNAL: c_int = rustix::net::SendFlags::NOSIGNAL.bits() as c_int;
 #[cfg(target_vendor = "apple")]
-const NO_SIGNAL: c_int = 0;
+pub(crate) const NO_SIGNAL: c_int = 0;
+
+/// How often a read that may be called off looks whether it is.
+const GLANCE: Duration = Duration::from_millis(100);
+
+/// How long a connection that lasts is silent before the kernel asks whether the other machine is
+/// there, how often it asks, and how many times: a machine that is gone is noticed after a minute.
+const IDLE: Duration = Duration::from_secs(30);
+const PROBE: Duration = Duration::from_secs(10);
+const PROBES: u32 = 3;
 
 /// How long, and for how many reads, a refused caller may still talk: a caller of ours is gone
 /// after a round trip.

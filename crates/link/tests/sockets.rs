@@ -1,11 +1,11 @@
 //! Listeners and callers over real sockets of this machine.
 
 use poseidon_core::wire::{Challenge, Hello, Purpose, Status, VERSION, Verdict};
-use poseidon_core::{LaneId, NodeId};
+use poseidon_core::{Epoch, JobId, LaneId, NodeId};
 use poseidon_link::handshake::{self, PROOF_SIZE};
 use poseidon_link::{
     Address, BindError, Caller, Carrier, ConnectError, Credentials, HandshakeError, Link, Listener,
-    Serving, Stream, connect,
+    Serving, Stream, connect, connect_unless,
 };
 use socket2::{Domain, Socket, Type};
 use std::io::{self, IoSlice, IoSliceMut, Read, Write};
@@ -31,7 +31,8 @@ fn credentials(secret: &str) -> Credentials {
 }
 
 fn lane(node: u16, lane: u16) -> Caller {
-    Caller { purpose: Purpose::Lane, node: NodeId(node), lane: LaneId(lane) }
+    let (purpose, node, lane) = (Purpose::Lane, NodeId(node), LaneId(lane));
+    Caller { purpose, node, lane, identity: JobId([6; 16]), epoch: Epoch(1) }
 }
 
 fn hello(node: u16) -> Hello {
@@ -40,6 +41,8 @@ fn hello(node: u16) -> Hello {
         node: NodeId(node),
         lane: LaneId(0),
         cluster: CLUSTER,
+        identity: JobId([6; 16]),
+        epoch: Epoch(1),
         nonce: [5; 32],
     }
 }
@@ -451,4 +454,55 @@ fn another_machines_address_is_named() {
     let error = Listener::bind("198.51.100.7".parse().unwrap(), 0, false).unwrap_err();
     assert!(matches!(error, BindError::NotLocal { .. }), "{error}");
     assert!(error.to_string().contains("198.51.100.7"), "{error}");
+}
+
+/// A node that has no book yet lets its callers wait, and there may be more of them than strangers
+/// may be.
+#[test]
+fn callers_that_wait_to_be_admitted_keep_nobody_else_waiting() {
+    let (open, closed) = mpsc::channel::<()>();
+    let closed = std::sync::Mutex::new(closed);
+    let admit = move |hello: &Hello| {
+        if hello.node != NodeId(0) {
+            // Ends when the sender is gone.
+            let _ = closed.lock().unwrap().recv();
+        }
+        Ok(())
+    };
+    let listener = Listener::bind(Ipv4Addr::LOCALHOST.into(), 0, false).unwrap();
+    let serving = listener.serve(credentials("sesame"), admit, |_, _| ()).unwrap();
+    let to = Address::Tcp(serving.tcp().to_string());
+    thread::scope(|scope| {
+        let call = |node| connect(&to, lane(node, 0), &credentials("sesame"), later()).unwrap();
+        let waiting: Vec<_> = (1..=80).map(|node| scope.spawn(move || call(node))).collect();
+        call(0);
+        drop(open);
+        waiting.into_iter().for_each(|caller| drop(caller.join().unwrap()));
+    });
+}
+
+#[test]
+fn a_call_that_is_not_wanted_any_more_ends() {
+    let cancelled = std::sync::Arc::new(std::sync::atomic::AtomicBool::new(false));
+    // Accepts nobody, so the handshake never begins.
+    let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
+    let silent = listener.local_addr().unwrap().to_string();
+    let nobody = Socket::new(Domain::IPV4, Type::STREAM, None).unwrap();
+    nobody.bind(&SocketAddr::from((Ipv4Addr::LOCALHOST, 0)).into()).unwrap();
+    let refusing = nobody.local_addr().unwrap().as_socket().unwrap().to_string();
+    thread::scope(|scope| {
+        let cancelled = &cancelled;
+        let calls = [silent, refusing].map(|to| {
+            let to = Address::Tcp(to);
+            let ours = credentials("sesame");
+            let call = move || connect_unless(cancelled, &to, lane(1, 0), &ours, later());
+            scope.spawn(call)
+        });
+        thread::sleep(Duration::from_millis(50));
+        cancelled.store(true, std::sync::atomic::Ordering::Release);
+        for call in calls {
+            let error = call.join().unwrap().unwrap_err();
+            assert!(matches!(error, ConnectError::CalledOff { .. }), "{error}");
+        }
+    });
 }

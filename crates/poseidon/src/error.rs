@@ -1,12 +1,11 @@
 //! What can go wrong, said so that a person knows which node to look at.
 
-use crate::GatherError;
-use crate::job::coordinator::RendezvousError;
 use poseidon_core::book::JobError;
 use poseidon_core::cluster::ClusterError;
 use poseidon_core::optim::OptimizerError;
 use poseidon_core::{Clock, Scheme, Violation};
 use poseidon_link::address::AddressError;
+use poseidon_link::descriptors::Shortage;
 use poseidon_link::{BindError, ConnectError};
 use std::sync::Arc;
 use std::time::Duration;
@@ -32,6 +31,9 @@ pub enum Error {
     /// The address is taken.
     #[error(transparent)]
     Bind(Arc<BindError>),
+    /// The process may not open as many files as the job needs.
+    #[error("{0}")]
+    Descriptors(Shortage),
     /// Another node could not be reached, or would not let us in.
     #[error("{what}: {why}")]
     Connect {
@@ -167,6 +169,14 @@ pub enum Error {
         /// What happened.
         why: GatherError,
     },
+    /// The members of a channel did not come together.
+    #[error("opening '{name}': {why}")]
+    Open {
+        /// The channel's name.
+        name: String,
+        /// What happened.
+        why: OpenError,
+    },
     /// An operation of a group that cannot be right; nothing was sent.
     #[error("{operation}: {why}")]
     Request {
@@ -273,6 +283,115 @@ pub enum Error {
     },
 }
 
+/// Why the nodes did not find together.
+#[derive(Clone, Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum RendezvousError {
+    /// The coordinator would not have this node.
+    #[error("the coordinator at {address} refused this node: {reason}")]
+    Refused {
+        /// The coordinator's address.
+        address: String,
+        /// Its words.
+        reason: String,
+    },
+    /// The coordinator writes another version of the information book.
+    #[error(
+        "the coordinator at {address} writes version {theirs} of the information book, this node reads version {ours}: \
+         install the same Poseidon on every node"
+    )]
+    Book {
+        /// The coordinator's address.
+        address: String,
+        /// The version of the book that came.
+        theirs: u64,
+        /// The version this build reads.
+        ours: u16,
+    },
+    /// The conversation broke off.
+    #[error("talking to the coordinator at {address}: {why}")]
+    Broken {
+        /// The coordinator's address.
+        address: String,
+        /// What happened.
+        why: String,
+    },
+}
+
+/// Why the workers' values of a topic did not come together.
+#[derive(Clone, Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum GatherError {
+    /// Some workers never posted theirs.
+    #[error("nothing from {} within {waited:?}", .missing.join(", "))]
+    Missing {
+        /// The workers, by name.
+        missing: Vec<String>,
+        /// How long the others waited.
+        waited: Duration,
+    },
+    /// A worker has finished, and will not post.
+    #[error("{node} finished while others go on")]
+    Departed {
+        /// The worker, by name.
+        node: String,
+    },
+    /// The value is too large for a control message.
+    #[error("{why}; what is large goes through layers")]
+    TooLarge {
+        /// Its size and the limit.
+        why: String,
+    },
+    /// The coordinator would not have the value.
+    #[error("the coordinator refused it: {reason}")]
+    Refused {
+        /// Its words.
+        reason: String,
+    },
+    /// The conversation broke off.
+    #[error("talking to the coordinator at {address}: {why}")]
+    Broken {
+        /// The coordinator's address.
+        address: String,
+        /// What happened.
+        why: String,
+    },
+}
+
+/// Why a channel was not opened.
+#[derive(Clone, Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum OpenError {
+    /// Some members never asked for it.
+    #[error("nothing from {} within {waited:?}", .missing.join(", "))]
+    Missing {
+        /// The members, by name.
+        missing: Vec<String>,
+        /// How long the others waited.
+        waited: Duration,
+    },
+    /// A node has finished, and will not ask for it.
+    #[error("{node} finished while others go on")]
+    Departed {
+        /// The node, by name.
+        node: String,
+    },
+    /// The coordinator would not open it: the members do not agree, or it makes no sense.
+    #[error("the coordinator refused it: {reason}")]
+    Refused {
+        /// Its words.
+        reason: String,
+    },
+    /// The conversation broke off.
+    #[error("talking to the coordinator at {address}: {why}")]
+    Broken {
+        /// The coordinator's address.
+        address: String,
+        /// What happened.
+        why: String,
+    },
+}
+
 fn awaited(missing: &[String]) -> String {
     if missing.is_empty() {
         return "others did not take what it sends".into();
@@ -303,6 +422,12 @@ impl From<JobError> for Error {
 impl From<AddressError> for Error {
     fn from(error: AddressError) -> Self {
         Self::Address(Arc::new(error))
+    }
+}
+
+impl From<Shortage> for Error {
+    fn from(shortage: Shortage) -> Self {
+        Self::Descriptors(shortage)
     }
 }
 

@@ -46,11 +46,10 @@ mod server;
 
 pub use collectives::Group;
 pub use engine::traffic::Traffic;
-pub use error::Error;
-pub use job::book::{Book, Job, NodeFacts};
+pub use error::{Error, GatherError, OpenError, RendezvousError};
+pub use job::book::{BOOK_VERSION, Book, Job, NodeFacts};
 pub use job::config::{self, Config};
 pub use job::coordinator::{self, Coordinator};
-pub use job::gather::GatherError;
 pub use memory::buffer::{self, Buffer};
 pub use memory::factors::Factors;
 pub use poseidon_core::plan::{Placement, Rules};

@@ -308,7 +308,8 @@ fn a_node_that_joins_and_never_connects_is_named() {
                 refused(Config { connect_timeout, ..config.clone() }, &job())
             });
             let ghost = Config { member: Member::Worker(1), ..config.clone() };
-            register(&ghost, Some(&job()), "elsewhere").unwrap();
+            // It stays connected to the coordinator, so it is not taken for dead.
+            let _alive = register(&ghost, Some(&job()), "elsewhere").unwrap();
             says(worker.join().unwrap(), &["no connection from worker 1 within 2s", "127.0.0.1:"]);
         });
     });
@@ -335,7 +336,7 @@ fn unix_sockets_only_and_a_node_on_another_host() {
         thread::scope(|scope| {
             let one = Config { member: Member::Worker(1), ..config.clone() };
             let worker = scope.spawn(move || refused(one, &job()));
-            register(&config, Some(&job()), "elsewhere").unwrap();
+            let _alive = register(&config, Some(&job()), "elsewhere").unwrap();
             let words = ["limited to unix sockets", "worker 0 at 127.0.0.1:9 cannot be reached"];
             says(worker.join().unwrap(), &words);
         });

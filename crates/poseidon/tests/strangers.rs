@@ -5,8 +5,8 @@ mod cluster;
 use cluster::{Layout, builder, fake, job, without_hanging};
 use poseidon::config::{Carriers, Config, Member};
 use poseidon::{Book, Layer, NodeId, Secret};
-use poseidon_core::LaneId;
 use poseidon_core::wire::{Challenge, Header, Hello, Kind, NOBODY, Purpose, Status};
+use poseidon_core::{Epoch, JobId, LaneId};
 use poseidon_link::{Address, Caller, ConnectError, Credentials, HandshakeError, connect};
 use serde_json::json;
 use std::io::{Read, Write};
@@ -110,7 +110,8 @@ fn call(address: &str, caller: Caller, credentials: &Credentials) -> Option<Stat
 
 fn hello(purpose: Purpose, credentials: &Credentials) -> Hello {
     let (node, lane, cluster) = (NodeId(1), LaneId(0), credentials.cluster);
-    Hello { purpose, node, lane, cluster, nonce: [7; 32] }
+    let (identity, epoch, nonce) = (JobId::default(), Epoch(0), [7; 32]);
+    Hello { purpose, node, lane, cluster, identity, epoch, nonce }
 }
 
 #[test]
@@ -126,11 +127,17 @@ fn strangers_are_told_why_they_are_refused() {
             let mut odd = hello(purpose, &ours).encode();
             odd[10] = 3;
             assert_eq!(knock(&door, &odd), Status::Purpose);
+            let mut wishful = hello(purpose, &ours).encode();
+            wishful[11] = 1;
+            assert_eq!(knock(&door, &wishful), Status::Features);
             let mut other = hello(purpose, &ours);
             other.cluster = [1; 16];
             assert_eq!(knock(&door, &other.encode()), Status::Cluster);
 
-            let caller = Caller { purpose, node: NodeId(1), lane: LaneId(0) };
+            let caller = match purpose {
+                Purpose::Lane => fake::lane(book, NodeId(1), LaneId(0)),
+                Purpose::Control => Caller::control(NodeId(1)),
+            };
             let wrong = Credentials { secret: Secret::random().unwrap(), ..ours.clone() };
             assert_eq!(call(&door, caller, &wrong), Some(Status::Secret));
             let elsewhere = match purpose {
@@ -162,8 +169,7 @@ fn a_caller_that_falls_silent_in_its_hello_is_hung_up_on() {
 fn nobody_gets_a_lane_that_is_taken_or_does_not_exist() {
     undisturbed_by(|config, book| {
         let ours = config.credentials();
-        let lane =
-            |node, lane| Caller { purpose: Purpose::Lane, node: NodeId(node), lane: LaneId(lane) };
+        let lane = |node, lane| fake::lane(book, NodeId(node), LaneId(lane));
         let [zero, one] = [0, 1].map(|n| book.nodes[n].tcp.clone());
         assert_eq!(call(&zero, lane(1, 0), &ours), Some(Status::Node), "it is connected already");
         assert_eq!(
@@ -173,6 +179,26 @@ fn nobody_gets_a_lane_that_is_taken_or_does_not_exist() {
         );
         assert_eq!(call(&zero, lane(7, 0), &ours), Some(Status::Node), "there is no node 7");
         assert_eq!(call(&zero, lane(1, 9), &ours), Some(Status::Lane), "there is no lane 9");
+    });
+}
+
+/// A process of an earlier run has the name and the secret, but not this run's book.
+#[test]
+fn a_straggler_of_another_run_is_told_so() {
+    undisturbed_by(|config, book| {
+        let ours = config.credentials();
+        let zero = &book.nodes[0].tcp;
+        let caller = fake::lane(book, NodeId(1), LaneId(0));
+        let earlier_run = Caller { identity: JobId([1; 16]), ..caller };
+        let earlier_epoch = Caller { epoch: Epoch(0), ..caller };
+        for straggler in [earlier_run, earlier_epoch] {
+            assert_eq!(call(zero, straggler, &ours), Some(Status::Run));
+        }
+        assert!(Status::Run.to_string().contains("belongs to another run of this job"));
+        let control = Caller { purpose: Purpose::Control, ..earlier_run };
+        assert_eq!(call(&config.coordinator, control, &ours), Some(Status::Run));
+        let knows = Caller { purpose: Purpose::Control, ..caller };
+        assert_eq!(call(&config.coordinator, knows, &ours), None);
     });
 }
 

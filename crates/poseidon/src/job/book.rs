@@ -1,6 +1,6 @@
 //! The information book (which is core's), and questions to it as dotted paths.
 
-pub use poseidon_core::book::{Book, Job, NodeFacts};
+pub use poseidon_core::book::{BOOK_VERSION, Book, Job, NodeFacts};
 
 use serde_json::Value;
 
@@ -32,7 +32,8 @@ mod tests {
 
     fn book() -> Book {
         Book {
-            identity: JobId::from_bytes([7; 16]),
+            version: BOOK_VERSION,
+            identity: JobId([7; 16]),
             epoch: Epoch::FIRST,
             cluster: Cluster::new(2, Servers::Colocated, 1).unwrap(),
             nodes: Vec::new(),

@@ -262,6 +262,10 @@ fn default_lanes(cores: usize, processes: u16, processes_on_host: u16) -> u16 {
     share.clamp(*within.start(), *within.end()) as u16
 }
 
+/// The cores this process may keep busy: those its affinity allows, and on Linux no more than its
+/// control group's quota, of either version and of every group above it. The standard library reads
+/// both. It rounds a quota down, to at least one: what we want, because lanes that kept a core and
+/// a half busy with two threads would have the whole process stopped for the rest of each period.
 fn cores() -> usize {
     std::thread::available_parallelism().map_or(1, |n| n.get())
 }
@@ -481,6 +485,17 @@ mod tests {
         let lanes: Vec<_> =
             default.iter().map(|&(cores, all, here)| default_lanes(cores, all, here)).collect();
         assert_eq!(lanes, [1, 2, 8, 4, 8, 1, 2, 2]);
+    }
+
+    /// What the standard library makes of a container's quota, in cores: half a core, one, one and
+    /// a half (all 1), two and a half (2), three (3).
+    #[test]
+    fn small_quotas_give_few_lanes() {
+        let lanes =
+            |cores| [(1, 1), (2, 2), (8, 1)].map(|(all, here)| default_lanes(cores, all, here));
+        assert_eq!(lanes(1), [1, 1, 1]);
+        assert_eq!(lanes(2), [2, 2, 1]);
+        assert_eq!(lanes(3), [2, 2, 1]);
     }
 
     #[test]

@@ -1,12 +1,13 @@
 //! What is said on control connections: one JSON object a frame (`docs/wire.md` §3).
 
-use crate::job::book::{Book, Job, NodeFacts};
+use crate::job::book::{Job, NodeFacts};
 use crate::job::gather::Post;
+use crate::job::open::Opening;
 use poseidon_core::wire::{Header, HeaderError, Kind, MAX_CONTROL, NOBODY};
-use poseidon_core::{NodeId, Servers};
+use poseidon_core::{ChannelId, NodeId, Servers};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
-use std::io::{self, Read};
+use std::io::{self, Read, Write};
 use std::sync::Arc;
 
 /// A message, either way.
@@ -14,13 +15,36 @@ use std::sync::Arc;
 #[serde(tag = "type", rename_all = "lowercase")]
 pub(crate) enum Message {
     Join(Box<Join>),
-    Book(Box<Book>),
-    Refused { reason: String },
-    Query { key: String },
-    Answer { value: Option<Value> },
+    /// As JSON: a book of another version is told apart before it is read.
+    Book(Value),
+    Refused {
+        reason: String,
+    },
+    Query {
+        key: String,
+    },
+    Answer {
+        value: Option<Value>,
+    },
     Gather(Post),
-    Gathered { values: Vec<Value> },
-    Missing { nodes: Vec<NodeId> },
+    Gathered {
+        values: Vec<Value>,
+    },
+    Open(Opening),
+    Opened {
+        channel: ChannelId,
+    },
+    Missing {
+        nodes: Vec<NodeId>,
+    },
+    Leave {
+        reason: Option<String>,
+    },
+    Lost {
+        node: NodeId,
+        why: String,
+    },
+    Stopping,
 }
 
 impl Message {
@@ -34,7 +58,12 @@ impl Message {
             Self::Answer { .. } => "answer",
             Self::Gather(_) => "gather",
             Self::Gathered { .. } => "gathered",
+            Self::Open(_) => "open",
+            Self::Opened { .. } => "opened",
             Self::Missing { .. } => "missing",
+            Self::Leave { .. } => "leave",
+            Self::Lost { .. } => "lost",
+            Self::Stopping => "stopping",
         }
     }
 }
@@ -46,36 +75,113 @@ pub(crate) struct Join {
     pub(crate) workers: u16,
     pub(crate) servers: Servers,
     pub(crate) lanes: u16,
+    /// The version of the information book this node reads.
+    #[serde(default)]
+    pub(crate) book: u16,
     /// Workers only: a dedicated server takes what it gets.
     pub(crate) job: Option<Job>,
 }
 
-/// A frame of the coordinator's, ready to be written: those who wait for one thing share it.
-pub(crate) type Answer = Arc<Vec<u8>>;
-
-/// What the coordinator writes: `message`, or a refusal if that is too large.
-pub(crate) fn answer(message: &Message) -> io::Result<Answer> {
-    let refusal = |e: io::Error| frame(NOBODY, &Message::Refused { reason: e.to_string() });
-    frame(NOBODY, message).or_else(refusal).map(Arc::new)
+/// A message with the number that tells requests of one connection apart.
+#[derive(Debug, Deserialize)]
+pub(crate) struct Numbered {
+    #[serde(default)]
+    pub(crate) request: Option<u64>,
+    #[serde(flatten)]
+    pub(crate) message: Message,
 }
 
-/// `message` with its header.
-pub(crate) fn frame(sender: NodeId, message: &Message) -> io::Result<Vec<u8>> {
-    let mut bytes = vec![0; Header::SIZE];
-    serde_json::to_writer(&mut bytes, message)?;
-    let got = bytes.len() - Header::SIZE;
-    if got > MAX_CONTROL {
-        return Err(io::Error::new(
-            io::ErrorKind::FileTooLarge,
-            format!("a control message of {got} bytes, at most {MAX_CONTROL}"),
-        ));
+/// Where the coordinator's answer goes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Asker {
+    /// The coordinator's number of the connection.
+    pub(crate) connection: u64,
+    /// The asker's number of the request; none in news that nobody asked for.
+    pub(crate) request: Option<u64>,
+}
+
+/// What the coordinator has to say to somebody.
+#[derive(Debug)]
+pub(crate) struct Reply {
+    pub(crate) to: Asker,
+    pub(crate) body: Body,
+}
+
+impl Reply {
+    pub(crate) fn new(to: Asker, message: &Message) -> Self {
+        Self { to, body: Body::answer(message) }
     }
-    let header = Header::bare(Kind::Control, sender, got as u32);
-    bytes[..Header::SIZE].copy_from_slice(&header.encode());
-    Ok(bytes)
+
+    pub(crate) fn refusal(to: Asker, reason: String) -> Self {
+        Self::new(to, &Message::Refused { reason })
+    }
+
+    /// The same for all of them, encoded once.
+    pub(crate) fn to_all(askers: impl IntoIterator<Item = Asker>, message: &Message) -> Vec<Self> {
+        let body = Body::answer(message);
+        askers.into_iter().map(|to| Self { to, body: body.clone() }).collect()
+    }
 }
 
-pub(crate) fn receive(stream: &mut impl Read) -> io::Result<Message> {
+/// A message as JSON, ready to be written: those who wait for one thing share it.
+#[derive(Clone, Debug)]
+pub(crate) struct Body(Arc<Vec<u8>>);
+
+impl Body {
+    /// Fails if the message does not fit into a frame.
+    pub(crate) fn new(message: &Message) -> io::Result<Self> {
+        let body = serde_json::to_vec(message)?;
+        let got = body.len();
+        if got > MAX_CONTROL - NUMBER {
+            return Err(io::Error::new(
+                io::ErrorKind::FileTooLarge,
+                format!("a control message of {got} bytes, at most {MAX_CONTROL}"),
+            ));
+        }
+        Ok(Self(Arc::new(body)))
+    }
+
+    /// What the coordinator writes: `message`, or a refusal if that is too large.
+    fn answer(message: &Message) -> Self {
+        Self::new(message).unwrap_or_else(|e| {
+            let refusal = Message::Refused { reason: e.to_string() };
+            Self::new(&refusal).expect("a sentence fits into a frame and is JSON")
+        })
+    }
+
+    /// The frame for `request`: its beginning, and the rest, which all requests share.
+    pub(crate) fn frame(&self, sender: NodeId, request: Option<u64>) -> (Vec<u8>, &[u8]) {
+        // A message is an object with at least its type: what follows its brace begins with a
+        // field.
+        let rest = &self.0[1..];
+        let brace = match request {
+            Some(request) => format!("{{\"request\":{request},"),
+            None => "{".into(),
+        };
+        let header = Header::bare(Kind::Control, sender, (brace.len() + rest.len()) as u32);
+        let mut head = header.encode().to_vec();
+        head.extend_from_slice(brace.as_bytes());
+        (head, rest)
+    }
+
+    /// Writes the coordinator's answer to `request`.
+    pub(crate) fn write(&self, request: Option<u64>, to: &mut impl Write) -> io::Result<()> {
+        let (mut head, rest) = self.frame(NOBODY, request);
+        if rest.len() <= SMALL {
+            head.extend_from_slice(rest);
+            return to.write_all(&head);
+        }
+        to.write_all(&head)?;
+        to.write_all(rest)
+    }
+
+    #[cfg(test)]
+    pub(crate) fn value(&self) -> Value {
+        serde_json::from_slice(&self.0).unwrap()
+    }
+}
+
+pub(crate) fn receive(stream: &mut impl Read) -> io::Result<Numbered> {
     let invalid = |why: String| io::Error::new(io::ErrorKind::InvalidData, why);
     let mut head = [0; Header::SIZE];
     stream.read_exact(&mut head).map_err(|e| match e.kind() {
@@ -97,4 +203,31 @@ pub(crate) fn receive(stream: &mut impl Read) -> io::Result<Message> {
         )));
     }
     serde_json::from_slice(&body).map_err(|e| invalid(format!("not a control message: {e}")))
+}
+
+/// Bytes that the number of a request takes in its message, at most.
+const NUMBER: usize = 64;
+/// Up to here, copying a message is cheaper than a second system call.
+const SMALL: usize = 64 << 10;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    #[test]
+    fn a_message_keeps_its_number_and_needs_none() {
+        let body = Body::new(&Message::Gathered { values: vec![json!(0.1), json!({})] }).unwrap();
+        for request in [None, Some(0), Some(u64::MAX)] {
+            let mut bytes = Vec::new();
+            body.write(request, &mut bytes).unwrap();
+            let heard = receive(&mut &bytes[..]).unwrap();
+            assert_eq!(heard.request, request);
+            let Message::Gathered { values } = heard.message else { panic!("{heard:?}") };
+            assert_eq!(values, [json!(0.1), json!({})]);
+        }
+        let mut bytes = Vec::new();
+        Body::new(&Message::Stopping).unwrap().write(Some(7), &mut bytes).unwrap();
+        assert!(matches!(receive(&mut &bytes[..]).unwrap().message, Message::Stopping));
+    }
 }

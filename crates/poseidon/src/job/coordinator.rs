@@ -1,24 +1,29 @@
-//! The coordinator: nodes join, it writes the information book, anybody may ask it, and workers
-//! gather small facts through it.
+//! The coordinator: nodes join, it writes the information book, anybody may ask it, and nodes
+//! gather small facts and open channels through it.
 //!
-//! It lives in worker 0's process, or in the launcher's; either way it is a listener and one short
-//! thread per control connection. No gradient ever passes through it.
+//! It lives in worker 0's process, or in the launcher's; either way it is a listener, a thread per
+//! control connection that reads, and one that watches the time. Decisions are made by [`Joining`],
+//! [`Rounds`] and [`Openings`], which know of no sockets. No gradient ever passes through it.
 
-use crate::Error;
-use crate::job::book::{Book, lookup};
-use crate::job::control::{Answer, Join, Message, answer, frame, receive};
-use crate::job::gather::{Post, Rounds};
-use poseidon_core::wire::{NOBODY, Purpose, Status};
-use poseidon_core::{Cluster, Epoch, JobId, LaneId, NodeId};
+use crate::job::book::lookup;
+use crate::job::control::{Asker, Body, Message, Numbered, Reply, receive};
+use crate::job::gather::{self, Post};
+use crate::job::joining::Joining;
+use crate::job::open::{Opening, Openings};
+use crate::job::rounds::Rounds;
+use crate::{Error, RendezvousError};
+use poseidon_core::wire::{Hello, NOBODY, Purpose, Status};
+use poseidon_core::{Cluster, JobId, NodeId};
+use poseidon_link::descriptors::{self, Need};
 use poseidon_link::{
-    Address, Caller, Credentials, Listener, Serving, Stream, connect, random_bytes,
+    Address, Caller, Credentials, Half, Listener, Serving, Stream, connect, random_bytes,
 };
-use serde_json::{Value, json};
-use std::collections::BTreeMap;
-use std::io::{self, Write};
+use serde_json::Value;
+use std::collections::{BTreeMap, BTreeSet};
+use std::io::{ErrorKind, Write};
 use std::net::{IpAddr, SocketAddr};
-use std::sync::mpsc::RecvTimeoutError;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 /// Serves rendezvous and questions until it is dropped.
@@ -26,49 +31,8 @@ use std::time::{Duration, Instant};
 pub struct Coordinator {
     address: SocketAddr,
     shared: Arc<Shared>,
+    clock: Option<JoinHandle<()>>,
     _serving: Serving,
-}
-
-/// Why the nodes did not find together.
-#[derive(Clone, Debug, thiserror::Error)]
-#[non_exhaustive]
-pub enum RendezvousError {
-    /// The coordinator would not have this node.
-    #[error("the coordinator at {address} refused this node: {reason}")]
-    Refused {
-        /// The coordinator's address.
-        address: String,
-        /// Its words.
-        reason: String,
-    },
-    /// The conversation broke off.
-    #[error("talking to the coordinator at {address}: {why}")]
-    Broken {
-        /// The coordinator's address.
-        address: String,
-        /// What happened.
-        why: String,
-    },
-}
-
-/// Who has joined so far. Control threads write it, each for its own node, and wait on `changed`.
-#[derive(Debug, Default)]
-struct Gathering {
-    joined: BTreeMap<NodeId, (Join, String)>,
-    outcome: Option<Result<Arc<Book>, String>>,
-    /// Topics that workers of the job are gathering.
-    rounds: Rounds,
-    /// Control connections that are open.
-    conversations: usize,
-    /// Those of them that have said what they want and have not been answered.
-    owed: usize,
-}
-
-#[derive(Debug)]
-struct Shared {
-    gathering: Mutex<Gathering>,
-    changed: Condvar,
-    patience: Duration,
 }
 
 impl Coordinator {
@@ -82,26 +46,35 @@ impl Coordinator {
     ) -> Result<Self, Error> {
         let listener = Listener::bind(ip, port, false)?;
         let address = listener.tcp();
-        let shared =
-            Arc::new(Shared { gathering: Mutex::default(), changed: Condvar::new(), patience });
-        let admit = |hello: &poseidon_core::wire::Hello| match hello.purpose {
-            Purpose::Control => Ok(()),
+        let identity = random_bytes().map_err(Error::io("drawing the job's identity"))?;
+        let identity = JobId(identity);
+        let shared = Arc::new(Shared::new(Joining::new(identity, patience)));
+        let admit = move |hello: &Hello| match hello.purpose {
             Purpose::Lane => Err(Status::Purpose),
+            Purpose::Control if hello.identity.is_unknown() || hello.identity == identity => Ok(()),
+            Purpose::Control => Err(Status::Run),
         };
         let answering = shared.clone();
-        let deliver = move |_hello, stream| {
-            let conversation = Conversation::begin(answering.clone());
-            // Its own thread: a node may wait here for a minute until the last one joins.
-            let spawned = std::thread::Builder::new()
-                .name("poseidon-control".into())
-                .spawn(move || converse(conversation, stream));
+        let deliver = move |_hello, stream: Stream| {
+            // Its own thread: a node stays connected for as long as it is in the job.
+            let spawned = answering.register(stream).and_then(|(id, reader)| {
+                let answering = answering.clone();
+                std::thread::Builder::new()
+                    .name("poseidon-control".into())
+                    .spawn(move || answering.converse(id, reader))
+            });
             if let Err(error) = spawned {
                 tracing::warn!(%error, "no thread for a control connection");
             }
         };
         let serving = listener.serve(credentials, admit, deliver);
         let serving = serving.map_err(Error::io("serving the coordinator"))?;
-        Ok(Self { address, shared, _serving: serving })
+        let watching = shared.clone();
+        let clock = std::thread::Builder::new()
+            .name("poseidon-clock".into())
+            .spawn(move || watching.watch_time())
+            .map_err(Error::io("starting the coordinator's clock"))?;
+        Ok(Self { address, shared, clock: Some(clock), _serving: serving })
     }
 
     /// Starts a coordinator on a free port of this host, at the address by which it reaches `near` (`host:port`), or
@@ -116,55 +89,39 @@ impl Coordinator {
     pub fn address(&self) -> SocketAddr {
         self.address
     }
+
+    /// Control connections there have been.
+    #[cfg(test)]
+    pub(crate) fn connections(&self) -> u64 {
+        self.shared.lock().next
+    }
 }
 
 impl Drop for Coordinator {
     /// Whoever still waits for the others is told, while there is somebody to tell it: the process
     /// may end next.
     fn drop(&mut self) {
-        let mut gathering = self.shared.lock();
-        gathering.outcome.get_or_insert_with(|| Err("the coordinator has stopped".into()));
-        gathering.rounds.stop();
-        self.shared.changed.notify_all();
-        let now = Instant::now();
-        while gathering.conversations > 0 {
-            let patience = if gathering.owed > 0 { PATIENCE_FOR_WORDS } else { LAST_WORDS };
-            let left = (now + patience).saturating_duration_since(Instant::now());
-            if left.is_zero() {
-                break;
-            }
-            let woken = self.shared.changed.wait_timeout(gathering, left);
-            gathering = woken.unwrap_or_else(PoisonError::into_inner).0;
+        self.shared.act(|state, _| {
+            state.gathers.clear();
+            state.openings.rounds.clear();
+            state.joining.stop()
+        });
+        // What is owed is said, and what a caller is saying is heard.
+        self.shared.wait_until(|state, waited| {
+            let owed = state.owed > 0 && waited < PATIENCE_FOR_WORDS;
+            let silent = !state.silent.is_empty() && waited < LAST_WORDS;
+            !owed && !silent
+        });
+        self.shared.act(|state, _| {
+            state.stopped = true;
+            Reply::to_all(state.joining.everybody(), &Message::Stopping)
+        });
+        self.shared.lock().connections.values().for_each(|connection| connection.hang_up());
+        self.shared.time.notify_all();
+        if let Some(clock) = self.clock.take() {
+            let _ = clock.join();
         }
-    }
-}
-
-/// Counted from its beginning to its end, however it ends.
-struct Conversation {
-    shared: Arc<Shared>,
-    /// Whether it is among those an answer is owed to.
-    heard: bool,
-}
-
-impl Conversation {
-    fn begin(shared: Arc<Shared>) -> Self {
-        shared.lock().conversations += 1;
-        Self { shared, heard: false }
-    }
-
-    fn hear(&mut self) {
-        self.heard = true;
-        self.shared.lock().owed += 1;
-    }
-}
-
-impl Drop for Conversation {
-    fn drop(&mut self) {
-        let mut gathering = self.shared.lock();
-        gathering.conversations -= 1;
-        gathering.owed -= usize::from(self.heard);
-        drop(gathering);
-        self.shared.changed.notify_all();
+        self.shared.wait_until(|state, waited| state.connections.is_empty() || waited > LAST_WORDS);
     }
 }
 
@@ -177,49 +134,327 @@ pub fn query(
     patience: Duration,
 ) -> Result<Option<Value>, Error> {
     let deadline = Instant::now() + patience;
-    let caller = Caller { purpose: Purpose::Control, node: NOBODY, lane: LaneId(0) };
+    let caller = Caller::control(NOBODY);
     let mut stream = connect(&Address::Tcp(address.into()), caller, credentials, deadline)
         .map_err(|e| Error::connect(format!("reaching the coordinator at {address}"), e))?;
     stream.set_deadline(Some(deadline));
-    match converse_once(&mut stream, NOBODY, &Message::Query { key: key.into() }, address)? {
-        Message::Answer { value } => Ok(value),
-        other => Err(unexpected(address, "an answer", &other).into()),
-    }
-}
-
-/// Joins the job through the coordinator at the other end of `stream`; returns when all have.
-pub(crate) fn join(
-    stream: &mut Stream,
-    join: Join,
-    address: &str,
-) -> Result<Book, RendezvousError> {
-    let node = join.facts.node;
-    match converse_once(stream, node, &Message::Join(Box::new(join)), address)? {
-        Message::Book(book) => Ok(*book),
-        other => Err(unexpected(address, "the book", &other)),
-    }
-}
-
-/// Says one thing and hears one back.
-fn converse_once(
-    stream: &mut Stream,
-    me: NodeId,
-    message: &Message,
-    address: &str,
-) -> Result<Message, RendezvousError> {
+    let question = Body::new(&Message::Query { key: key.into() });
+    let heard = question.and_then(|question| {
+        question.write(None, &mut stream)?;
+        receive(&mut stream)
+    });
     let address = address.to_string();
-    let frame = frame(me, message);
-    match frame.and_then(|frame| stream.write_all(&frame)).and_then(|()| receive(stream)) {
-        Ok(Message::Refused { reason }) => Err(RendezvousError::Refused { address, reason }),
-        Ok(answer) => Ok(answer),
-        Err(e) => Err(RendezvousError::Broken { address, why: e.to_string() }),
+    let why = match heard {
+        Ok(Numbered { message: Message::Answer { value }, .. }) => return Ok(value),
+        Ok(Numbered { message: Message::Refused { reason }, .. }) => {
+            return Err(RendezvousError::Refused { address, reason }.into());
+        }
+        Ok(other) => format!("expected an answer, got {}", other.message.name()),
+        Err(e) => e.to_string(),
+    };
+    Err(RendezvousError::Broken { address, why }.into())
+}
+
+/// What all threads of a coordinator share.
+#[derive(Debug)]
+struct Shared {
+    state: Mutex<State>,
+    /// Something was said, or a connection has ended.
+    changed: Condvar,
+    /// There may be an earlier deadline than the one that is waited for.
+    time: Condvar,
+}
+
+/// Connections' threads and the clock write it.
+#[derive(Debug)]
+struct State {
+    joining: Joining,
+    /// Topics that workers of the job are gathering.
+    gathers: Rounds<Value>,
+    /// Channels that nodes of the job are opening.
+    openings: Openings,
+    connections: BTreeMap<u64, Arc<Connection>>,
+    /// Those of them that have not said anything yet.
+    silent: BTreeSet<u64>,
+    /// The number of the next connection.
+    next: u64,
+    /// Answers that have been decided on and are not written yet.
+    owed: usize,
+    /// Nothing is served any more.
+    stopped: bool,
+}
+
+/// A control connection, as those who write to it know it.
+#[derive(Debug)]
+struct Connection {
+    peer: String,
+    /// A frame is written under this lock, whole.
+    writer: Mutex<Half>,
+}
+
+impl Shared {
+    fn new(joining: Joining) -> Self {
+        let state = State {
+            joining,
+            gathers: Rounds::default(),
+            openings: Openings::default(),
+            connections: BTreeMap::new(),
+            silent: BTreeSet::new(),
+            next: 0,
+            owed: 0,
+            stopped: false,
+        };
+        Self { state: Mutex::new(state), changed: Condvar::new(), time: Condvar::new() }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn register(&self, stream: Stream) -> std::io::Result<(u64, Half)> {
+        let peer = stream.peer().to_string();
+        let (reader, writer) = stream.split()?;
+        let mut state = self.lock();
+        state.next += 1;
+        let id = state.next;
+        state.connections.insert(id, Arc::new(Connection { peer, writer: Mutex::new(writer) }));
+        state.silent.insert(id);
+        Ok((id, reader))
+    }
+
+    /// Hears what comes by a connection until it ends.
+    fn converse(&self, id: u64, mut reader: Half) {
+        let _ending = Ending { shared: self, id };
+        reader.set_deadline(Some(Instant::now() + PATIENCE_FOR_WORDS));
+        loop {
+            match receive(&mut reader) {
+                Ok(heard) => self.act(|state, now| state.handle(id, heard, now)),
+                Err(error) => return self.lock().log_end(id, &error),
+            }
+            // Nodes stay connected; on any other connection the answer is the end.
+            reader.set_deadline(None);
+        }
+    }
+
+    /// Changes the state, and then says what follows from it.
+    fn act(&self, change: impl FnOnce(&mut State, Instant) -> Vec<Reply>) {
+        let mut state = self.lock();
+        let replies = change(&mut state, Instant::now());
+        let addressed = |Reply { to, body }| {
+            let connection = state.connections.get(&to.connection)?.clone();
+            let last = state.joining.node_of(to.connection).is_none();
+            Some((connection, to.request, body, last))
+        };
+        let outgoing: Vec<_> = replies.into_iter().filter_map(addressed).collect();
+        state.owed += outgoing.len();
+        drop(state);
+        self.time.notify_one();
+        for (connection, request, body, last) in outgoing {
+            connection.write(&body, request, last);
+            self.lock().owed -= 1;
+        }
+        self.changed.notify_all();
+    }
+
+    /// Ends waits whose time has come.
+    fn watch_time(&self) {
+        let mut state = self.lock();
+        while !state.stopped {
+            let due = state.deadline().map(|due| due.saturating_duration_since(Instant::now()));
+            state = match due {
+                None => self.time.wait(state).unwrap_or_else(PoisonError::into_inner),
+                Some(left) if left.is_zero() => {
+                    drop(state);
+                    self.act(State::handle_time);
+                    self.lock()
+                }
+                Some(left) => {
+                    let woken = self.time.wait_timeout(state, left);
+                    woken.unwrap_or_else(PoisonError::into_inner).0
+                }
+            };
+        }
+    }
+
+    /// Waits until `done`, which is told how long it has been.
+    fn wait_until(&self, done: impl Fn(&State, Duration) -> bool) {
+        let began = Instant::now();
+        let mut state = self.lock();
+        while !done(&state, began.elapsed()) {
+            let woken = self.changed.wait_timeout(state, GLANCE);
+            state = woken.unwrap_or_else(PoisonError::into_inner).0;
+        }
     }
 }
 
-fn unexpected(address: &str, expected: &str, got: &Message) -> RendezvousError {
-    RendezvousError::Broken {
-        address: address.into(),
-        why: format!("expected {expected}, got {}", got.name()),
+/// A connection's end, however its thread ends.
+struct Ending<'a> {
+    shared: &'a Shared,
+    id: u64,
+}
+
+impl Drop for Ending<'_> {
+    fn drop(&mut self) {
+        self.shared.act(|state, now| {
+            let replies = state.handle_end(self.id, now);
+            state.connections.remove(&self.id);
+            replies
+        });
+    }
+}
+
+impl State {
+    fn handle(&mut self, id: u64, heard: Numbered, now: Instant) -> Vec<Reply> {
+        self.silent.remove(&id);
+        let asker = Asker { connection: id, request: heard.request };
+        match heard.message {
+            Message::Join(join) => {
+                let before = self.joining.connection_of(join.facts.node);
+                let before = before.and_then(|id| Some((id, self.connections.get(&id)?)));
+                let mut replies = Vec::new();
+                // A restarted process may be heard before the end of its predecessor is.
+                if let Some((id, before)) = before
+                    && before.is_hung_up()
+                {
+                    replies = self.joining.handle_closed(id, now);
+                }
+                let Some(connection) = self.connections.get(&id) else { return replies };
+                if self.joining.is_empty() {
+                    let nodes = usize::from(join.workers) + usize::from(join.servers.extra());
+                    // Without room for all of them the last ones are not accepted, which is logged
+                    // too.
+                    if let Err(shortage) = descriptors::reserve(Need { nodes, lanes: 1 }) {
+                        tracing::warn!("{shortage}");
+                    }
+                }
+                let peer = connection.peer.clone();
+                replies.extend(self.joining.handle_join(asker, *join, peer, now));
+                replies
+            }
+            Message::Query { key } => {
+                let value = lookup(self.joining.tell(), &key);
+                vec![Reply::new(asker, &Message::Answer { value })]
+            }
+            Message::Gather(post) => self.handle_gather(asker, post, now),
+            Message::Open(opening) => self.handle_open(asker, opening, now),
+            Message::Leave { reason } => {
+                let left = self.leavers(id);
+                let mut replies = self.joining.handle_leave(id, reason, now);
+                replies.extend(self.forget(left));
+                replies
+            }
+            other => {
+                let expected = "expected join, query, gather, open or leave";
+                vec![Reply::refusal(asker, format!("{expected}, got {}", other.name()))]
+            }
+        }
+    }
+
+    fn handle_gather(&mut self, asker: Asker, post: Post, now: Instant) -> Vec<Reply> {
+        match self.book_for(asker, post.node) {
+            Ok(cluster) => gather::post(&mut self.gathers, &cluster, asker, post, now),
+            Err(reason) => vec![Reply::refusal(asker, reason)],
+        }
+    }
+
+    fn handle_open(&mut self, asker: Asker, opening: Opening, now: Instant) -> Vec<Reply> {
+        match self.book_for(asker, opening.node) {
+            Ok(cluster) => self.openings.post(&cluster, asker, opening, now),
+            Err(reason) => vec![Reply::refusal(asker, reason)],
+        }
+    }
+
+    /// The cluster of the job, if it has started and `node` is who speaks.
+    fn book_for(&self, asker: Asker, node: NodeId) -> Result<Cluster, String> {
+        let book = self.joining.book().ok_or("the job has not started")?;
+        match self.joining.node_of(asker.connection) {
+            Some(speaker) if speaker != node => {
+                let cluster = &book.cluster;
+                let (speaker, node) = (cluster.name(speaker), cluster.name(node));
+                Err(format!("{speaker} cannot speak for {node}"))
+            }
+            _ => Ok(book.cluster.clone()),
+        }
+    }
+
+    fn handle_time(&mut self, now: Instant) -> Vec<Reply> {
+        let mut replies = self.joining.handle_time(now);
+        while let Some(round) = self.gathers.poll_expired(now) {
+            replies.extend(round.tell_missing());
+        }
+        while let Some(round) = self.openings.rounds.poll_expired(now) {
+            replies.extend(round.tell_missing());
+        }
+        replies
+    }
+
+    /// When [`handle_time`](Self::handle_time) has something to do next.
+    fn deadline(&self) -> Option<Instant> {
+        let rounds = [self.gathers.deadline(), self.openings.rounds.deadline()];
+        rounds.into_iter().chain([self.joining.deadline()]).flatten().min()
+    }
+
+    /// A connection has ended.
+    fn handle_end(&mut self, id: u64, now: Instant) -> Vec<Reply> {
+        self.silent.remove(&id);
+        let left = self.leavers(id);
+        let mut replies = self.joining.handle_closed(id, now);
+        replies.extend(self.forget(left));
+        replies
+    }
+
+    /// The node that leaves a running job if this connection ends.
+    fn leavers(&self, id: u64) -> Option<(NodeId, Cluster)> {
+        let book = self.joining.book()?;
+        self.joining.node_of(id).map(|node| (node, book.cluster.clone()))
+    }
+
+    /// Nobody waits for a node that has left.
+    fn forget(&mut self, left: Option<(NodeId, Cluster)>) -> Vec<Reply> {
+        left.map_or_else(Vec::new, |(node, cluster)| self.openings.handle_left(&cluster, node))
+    }
+
+    /// A node says goodbye before it hangs up, and the lanes tell of one that does not: only
+    /// strangers are worth a warning.
+    fn log_end(&self, id: u64, error: &std::io::Error) {
+        let Some(Connection { peer, .. }) = self.connections.get(&id).map(|c| &**c) else { return };
+        let nonsense = error.kind() == ErrorKind::InvalidData;
+        if self.silent.contains(&id) || nonsense {
+            tracing::warn!(%peer, %error, "a control connection said nothing sensible");
+        } else {
+            tracing::debug!(%peer, %error, "a control connection ended");
+        }
+    }
+}
+
+impl Connection {
+    /// Says something, and hangs up if it is the last thing to say.
+    fn write(&self, body: &Body, request: Option<u64>, last: bool) {
+        let mut writer = self.writer.lock().unwrap_or_else(PoisonError::into_inner);
+        writer.set_deadline(Some(Instant::now() + PATIENCE_FOR_WORDS));
+        let written = body.write(request, &mut *writer).and_then(|()| writer.flush());
+        if let Err(error) = &written {
+            let peer = &self.peer;
+            match error.kind() {
+                // It is gone; its own thread notices.
+                ErrorKind::BrokenPipe | ErrorKind::ConnectionReset => {
+                    tracing::debug!(%peer, %error, "a control connection got no answer");
+                }
+                _ => tracing::warn!(%peer, %error, "a control connection got no answer"),
+            }
+        }
+        if last || written.is_err() {
+            writer.hang_up();
+        }
+    }
+
+    fn hang_up(&self) {
+        self.writer.lock().unwrap_or_else(PoisonError::into_inner).hang_up();
+    }
+
+    fn is_hung_up(&self) -> bool {
+        // While somebody writes to it, it is taken for alive.
+        self.writer.try_lock().is_ok_and(|writer| writer.is_hung_up())
     }
 }
 
@@ -228,186 +463,5 @@ const PATIENCE_FOR_WORDS: Duration = Duration::from_secs(10);
 /// How long a coordinator that stops waits for what a caller is saying: a round trip, and time to
 /// spare.
 const LAST_WORDS: Duration = Duration::from_secs(1);
-
-fn converse(mut conversation: Conversation, mut stream: Stream) {
-    stream.set_deadline(Some(Instant::now() + PATIENCE_FOR_WORDS));
-    let peer = stream.peer().to_string();
-    let message = match receive(&mut stream) {
-        Ok(message) => message,
-        Err(error) => {
-            tracing::warn!(%peer, %error, "a control connection said nothing sensible");
-            return;
-        }
-    };
-    conversation.hear();
-    let shared = &conversation.shared;
-    let answer = match message {
-        Message::Join(join) => answer(&shared.join(*join, peer.clone())),
-        Message::Query { key } => answer(&Message::Answer { value: lookup(shared.tell(), &key) }),
-        Message::Gather(post) => shared.gather(post),
-        other => {
-            let reason = format!("expected join, query or gather, got {}", other.name());
-            answer(&Message::Refused { reason })
-        }
-    };
-    stream.set_deadline(Some(Instant::now() + PATIENCE_FOR_WORDS));
-    if let Err(error) = answer.and_then(|answer| stream.write_all(&answer)) {
-        tracing::warn!(%peer, %error, "a control connection got no answer");
-    }
-}
-
-impl Shared {
-    fn lock(&self) -> MutexGuard<'_, Gathering> {
-        self.gathering.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// Registers a node and waits until the book is written, or the attempt has failed.
-    fn join(&self, join: Join, peer: String) -> Message {
-        let mut gathering = self.lock();
-        let admitted = gathering.admit(join, peer);
-        self.changed.notify_all();
-        if let Err(reason) = admitted {
-            return Message::Refused { reason };
-        }
-        let deadline = Instant::now() + self.patience;
-        while gathering.outcome.is_none() {
-            let left = deadline.saturating_duration_since(Instant::now());
-            if left.is_zero() {
-                let missing = gathering.missing().join(", ");
-                let reason = format!("{missing} did not join within {:?}", self.patience);
-                gathering.outcome = Some(Err(reason));
-                self.changed.notify_all();
-                break;
-            }
-            let woken = self.changed.wait_timeout(gathering, left);
-            gathering = woken.unwrap_or_else(PoisonError::into_inner).0;
-        }
-        match gathering.outcome.as_ref() {
-            Some(Ok(book)) => Message::Book(Box::new(Book::clone(book))),
-            Some(Err(reason)) => Message::Refused { reason: reason.clone() },
-            None => Message::Refused { reason: "the coordinator has no outcome".into() },
-        }
-    }
-
-    /// Takes a worker's value of a topic and waits until all have posted theirs, or one has waited
-    /// long enough. No answer if the coordinator stops: the lanes know why better.
-    fn gather(&self, post: Post) -> io::Result<Answer> {
-        let refuse = |reason| answer(&Message::Refused { reason });
-        let (topic, patience) = (post.topic.clone(), Duration::from_millis(post.patience_ms));
-        let mut gathering = self.lock();
-        let Some(Ok(book)) = gathering.outcome.clone() else {
-            return refuse("the job has not started".into());
-        };
-        let told = match gathering.rounds.post(&book.cluster, post) {
-            Ok(told) => told,
-            Err(reason) => return refuse(reason),
-        };
-        drop(gathering);
-        match told.recv_timeout(patience) {
-            Err(RecvTimeoutError::Timeout) => {
-                let mut gathering = self.lock();
-                // If it was answered just now, an open round of this topic is the next one.
-                let told_late = told.try_recv().or_else(|_| {
-                    gathering.rounds.expire(&book.cluster, &topic);
-                    told.try_recv()
-                });
-                told_late.map_err(|_| stopped())
-            }
-            in_time => in_time.map_err(|_| stopped()),
-        }
-    }
-
-    /// What there is to know right now.
-    fn tell(&self) -> Value {
-        let gathering = self.lock();
-        match &gathering.outcome {
-            Some(Ok(book)) => serde_json::to_value(&**book).unwrap_or(Value::Null),
-            Some(Err(reason)) => json!({ "failed": reason }),
-            None => json!({
-                "joined": gathering.joined.values().map(|(j, _)| &j.facts).collect::<Vec<_>>(),
-                "missing": gathering.missing(),
-            }),
-        }
-    }
-}
-
-impl Gathering {
-    fn admit(&mut self, join: Join, peer: String) -> Result<(), String> {
-        if let Some(outcome) = &self.outcome {
-            return Err(match outcome {
-                Ok(_) => "the job has started already".into(),
-                Err(reason) => reason.clone(),
-            });
-        }
-        let cluster = Cluster::new(join.workers, join.servers, 1).map_err(|e| e.to_string())?;
-        let node = join.facts.node;
-        let name = cluster.name(node);
-        let Some(role) = cluster.role(node) else {
-            return Err(format!("there is no node {node} among {} nodes", cluster.nodes()));
-        };
-        if role.worker != join.job.is_some() {
-            return Err(format!("{name} must describe a job exactly if it is a worker"));
-        }
-        if let Some((_, before)) = self.joined.get(&node) {
-            return Err(format!(
-                "{name} joined already, from {before}: two processes have the same rank"
-            ));
-        }
-        if let Some((other, (first, _))) = self.joined.iter().next() {
-            let other = cluster.name(*other);
-            let size = |j: &Join| format!("{} workers and servers '{}'", j.workers, j.servers);
-            if size(first) != size(&join) {
-                let words =
-                    format!("{name} expects {}, {other} expects {}", size(&join), size(first));
-                return Err(self.call_off(words));
-            }
-        }
-        if let Some(job) = &join.job {
-            job.validate().map_err(|e| format!("the job of {name} makes no sense: {e}"))?;
-            let first =
-                self.joined.values().find_map(|(j, _)| Some((j.facts.node, j.job.as_ref()?)));
-            if let Some((other, theirs)) = first
-                && let Some(words) = theirs.difference(&cluster.name(other), job, &name)
-            {
-                let words = format!("the workers do not train the same thing: {words}");
-                return Err(self.call_off(words));
-            }
-        }
-        tracing::debug!(%name, %peer, "joined");
-        self.joined.insert(node, (join, peer));
-        if self.joined.len() == cluster.nodes() {
-            self.outcome = Some(self.write_book());
-        }
-        Ok(())
-    }
-
-    /// Nodes that disagree never become a job: everybody hears why now, not when time is up.
-    fn call_off(&mut self, reason: String) -> String {
-        self.outcome = Some(Err(reason.clone()));
-        reason
-    }
-
-    /// All are here. Worker 0's number of lanes holds for everybody.
-    fn write_book(&self) -> Result<Arc<Book>, String> {
-        let (first, _) = &self.joined[&NodeId(0)];
-        let cluster =
-            Cluster::new(first.workers, first.servers, first.lanes).map_err(|e| e.to_string())?;
-        let job = first.job.clone().ok_or("worker 0 described no job")?;
-        let nodes = self.joined.values().map(|(join, _)| join.facts.clone()).collect();
-        let identity = random_bytes().map_err(|e| format!("no random numbers: {e}"))?;
-        let identity = JobId::from_bytes(identity);
-        Ok(Arc::new(Book { identity, epoch: Epoch::FIRST, cluster, nodes, job }))
-    }
-
-    fn missing(&self) -> Vec<String> {
-        let Some((first, _)) = self.joined.values().next() else { return Vec::new() };
-        let cluster = Cluster::new(first.workers, first.servers, 1);
-        let Ok(cluster) = cluster else { return Vec::new() };
-        let missing = cluster.node_ids().filter(|n| !self.joined.contains_key(n));
-        missing.map(|n| cluster.name(n)).collect()
-    }
-}
-
-fn stopped() -> io::Error {
-    io::Error::other("the coordinator has stopped")
-}
+/// How often a wait that ends by the clock looks at it.
+const GLANCE: Duration = Duration::from_millis(50);

@@ -6,4 +6,9 @@ pub mod coordinator;
 pub(crate) mod book;
 pub(crate) mod control;
 pub(crate) mod gather;
+pub(crate) mod line;
+pub(crate) mod open;
 pub(crate) mod rendezvous;
+
+mod joining;
+mod rounds;

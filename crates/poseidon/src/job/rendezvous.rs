@@ -2,21 +2,23 @@
 //! each of them.
 
 use crate::Error;
-use crate::job::book::{Book, Job, NodeFacts};
+use crate::job::book::{BOOK_VERSION, Book, Job, NodeFacts};
 use crate::job::config::{Carriers, Config};
 use crate::job::control::Join;
-use crate::job::coordinator::{self, Coordinator};
+use crate::job::coordinator::Coordinator;
+use crate::job::line::ControlLine;
 use poseidon_core::wire::{Hello, Purpose, Status};
-use poseidon_core::{Cluster, LaneId, NodeId};
+use poseidon_core::{Cluster, Epoch, JobId, LaneId, NodeId};
+use poseidon_link::descriptors::{self, Need, Shortage};
 use poseidon_link::{
-    Address, Caller, Credentials, Link, Listener, Serving, Stream, address, connect,
+    Address, BindError, Caller, ConnectError, Credentials, Link, Listener, Serving, Stream,
+    address, connect, connect_unless,
 };
 use poseidon_matrix::Unit;
 use std::collections::BTreeSet;
 use std::net::{IpAddr, Ipv4Addr, ToSocketAddrs};
-use std::sync::Arc;
-use std::sync::atomic::{AtomicU16, Ordering};
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 /// What a process has once it is in.
@@ -24,8 +26,8 @@ pub(crate) struct Joined {
     pub(crate) book: Arc<Book>,
     /// By lane.
     pub(crate) links: Vec<Links>,
-    /// Where the coordinator is, and what opens its door.
-    pub(crate) meeting_point: (Address, Credentials),
+    /// To the coordinator, for the life of the job.
+    pub(crate) line: Arc<ControlLine>,
     /// Turns strangers away for as long as it is held.
     pub(crate) serving: Serving,
     /// If it is served here.
@@ -38,6 +40,9 @@ pub(crate) type Links = Vec<(NodeId, Box<dyn Link>)>;
 /// Joins the job. Workers bring a description of it, servers take what they get.
 pub(crate) fn join(config: &Config, job: Option<Job>) -> Result<Joined, Error> {
     config.validate()?;
+    let nodes = usize::from(config.workers) + usize::from(config.servers.extra());
+    let need = Need { nodes, lanes: config.lanes.into() };
+    descriptors::reserve(need)?;
     let deadline = Instant::now() + config.connect_timeout;
     let credentials = config.credentials();
     let coordinator = config.serves_coordinator.then(|| serve_coordinator(config)).transpose()?;
@@ -54,7 +59,9 @@ pub(crate) fn join(config: &Config, job: Option<Job>) -> Result<Joined, Error> {
     } else {
         tracing::info!(%interface, "listening at {ip}, {reason}");
     }
-    let listener = Listener::bind(choice.ip, 0, config.carrier != Carriers::Tcp)?;
+    let listener = Listener::bind(choice.ip, 0, config.carrier != Carriers::Tcp)
+        .map_err(|e| with_need(e.into(), need))?
+        .needing(need);
     let facts = NodeFacts {
         node: config.node(),
         host: address::host_id(),
@@ -63,23 +70,32 @@ pub(crate) fn join(config: &Config, job: Option<Job>) -> Result<Joined, Error> {
         version: env!("CARGO_PKG_VERSION").into(),
         tiles: Unit::available().contains(&Unit::Tiles),
     };
-    let connected = Arc::new(AtomicU16::new(0));
-    let (serving, arrivals) = receive_callers(listener, config, &credentials, connected.clone())?;
+    let run = Arc::new(Run::default());
+    let (serving, arrivals) = receive_callers(listener, config, &credentials, run.clone())?;
+    // Dropped before the listener, which waits for callers that wait for the book.
+    let _closing = Closing(run.clone());
 
-    let caller = Caller { purpose: Purpose::Control, node: config.node(), lane: LaneId(0) };
     let to = Address::Tcp(meeting_point.clone());
-    let mut stream = connect(&to, caller, &credentials, deadline)
-        .map_err(|e| Error::connect(format!("reaching the coordinator at {meeting_point}"), e))?;
-    // The coordinator gives up a little earlier, and then says who is missing.
-    stream.set_deadline(Some(deadline + Duration::from_secs(5)));
+    let reaching = || format!("reaching the coordinator at {meeting_point}");
+    let stream = connect(&to, Caller::control(config.node()), &credentials, deadline)
+        .map_err(|e| Error::connect(reaching(), e))?;
+    let line = ControlLine::start(stream, config.node(), &meeting_point);
+    let line = Arc::new(line.map_err(Error::io(reaching()))?);
     let (workers, servers, lanes) = (config.workers, config.servers, config.lanes);
-    let words = Join { facts, workers, servers, lanes, job };
-    let book = Arc::new(coordinator::join(&mut stream, words, &meeting_point)?);
+    let words = Join { facts, workers, servers, lanes, book: BOOK_VERSION, job };
+    let joined = line.join(words, deadline.saturating_duration_since(Instant::now()));
+    let book = joined.inspect_err(|error| line.give_up(error.to_string()))?;
+    // Worker 0's number of lanes holds for all.
+    let need = Need { lanes: book.cluster.lanes().into(), ..need };
+    descriptors::reserve(need).inspect_err(|error| line.give_up(error.to_string()))?;
+    run.begin(&book);
 
-    let links = gather_links(config, &book, &credentials, &arrivals)?;
-    connected.store(book.cluster.lanes(), Ordering::Relaxed);
-    let meeting_point = (to, credentials);
-    Ok(Joined { book, links, meeting_point, serving, coordinator })
+    let opened = Opening { config, book: &book, credentials: &credentials, line: &line }
+        .gather_links(&arrivals);
+    let opened = opened.map_err(|error| with_need(error, need));
+    let links = opened.inspect_err(|error| line.give_up(error.to_string()))?;
+    run.connected();
+    Ok(Joined { book, links, line, serving, coordinator })
 }
 
 fn serve_coordinator(config: &Config) -> Result<Coordinator, Error> {
@@ -97,13 +113,94 @@ fn serve_coordinator(config: &Config) -> Result<Coordinator, Error> {
 
 type Arrival = (Hello, Stream);
 
-/// Lets nodes of the job in and queues their connections, until every node is `connected` by so
-/// many lanes.
+/// Which run of the job this node is in, once it knows. Callers that know it earlier wait here.
+#[derive(Default)]
+struct Run {
+    progress: Mutex<Progress>,
+    changed: Condvar,
+}
+
+#[derive(Clone, Copy, Default)]
+enum Progress {
+    /// The book has not come yet.
+    #[default]
+    Joining,
+    /// Links are being opened.
+    Opening(RunFacts),
+    /// All links are there.
+    Connected(RunFacts),
+    /// There will be no book.
+    Failed,
+}
+
+/// What a caller must know of the book.
+#[derive(Clone, Copy)]
+struct RunFacts {
+    identity: JobId,
+    epoch: Epoch,
+    lanes: u16,
+}
+
+impl Run {
+    fn begin(&self, book: &Book) {
+        let Book { identity, epoch, .. } = *book;
+        self.set(Progress::Opening(RunFacts { identity, epoch, lanes: book.cluster.lanes() }));
+    }
+
+    fn connected(&self) {
+        let progress = *self.lock();
+        if let Progress::Opening(facts) = progress {
+            self.set(Progress::Connected(facts));
+        }
+    }
+
+    fn set(&self, progress: Progress) {
+        *self.lock() = progress;
+        self.changed.notify_all();
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Progress> {
+        self.progress.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Whether a node that may call gets the lane it asks for.
+    fn admit(&self, hello: &Hello) -> Result<(), Status> {
+        let undecided = |progress: &mut Progress| matches!(progress, Progress::Joining);
+        let waited = self.changed.wait_timeout_while(self.lock(), BOOK, undecided);
+        let progress = *waited.unwrap_or_else(PoisonError::into_inner).0;
+        let (facts, taken) = match progress {
+            Progress::Joining | Progress::Failed => return Err(Status::NoBook),
+            Progress::Opening(facts) => (facts, false),
+            Progress::Connected(facts) => (facts, true),
+        };
+        if (hello.identity, hello.epoch) != (facts.identity, facts.epoch) {
+            return Err(Status::Run);
+        }
+        match hello.lane.0 {
+            lane if lane >= facts.lanes => Err(Status::Lane),
+            _ if taken => Err(Status::Node),
+            _ => Ok(()),
+        }
+    }
+}
+
+/// Lets nobody wait for a book that will not come.
+struct Closing(Arc<Run>);
+
+impl Drop for Closing {
+    fn drop(&mut self) {
+        if matches!(*self.0.lock(), Progress::Joining) {
+            self.0.set(Progress::Failed);
+        }
+    }
+}
+
+/// Lets nodes of the job in and queues their connections, until all links are there.
 fn receive_callers(
     listener: Listener,
     config: &Config,
     credentials: &Credentials,
-    connected: Arc<AtomicU16>,
+    run: Arc<Run>,
 ) -> Result<(Serving, Receiver<Arrival>), Error> {
     let nodes = usize::from(config.workers) + usize::from(config.servers.extra());
     let me = config.node();
@@ -115,11 +212,7 @@ fn receive_callers(
         if hello.node.index() >= nodes || hello.node <= me {
             return Err(Status::Node);
         }
-        match connected.load(Ordering::Relaxed) {
-            0 => Ok(()),
-            lanes if hello.lane.0 >= lanes => Err(Status::Lane),
-            _ => Err(Status::Node),
-        }
+        run.admit(hello)
     };
     let (sender, arrivals) = mpsc::channel();
     let deliver = move |hello, stream| {
@@ -130,60 +223,121 @@ fn receive_callers(
     Ok((serving.map_err(Error::io("receiving other nodes"))?, arrivals))
 }
 
-/// One link per lane and node this one exchanges chunks with: to lower ids it calls, from higher
-/// ids it is called.
-fn gather_links(
-    config: &Config,
-    book: &Book,
-    credentials: &Credentials,
-    arrivals: &Receiver<Arrival>,
-) -> Result<Vec<Links>, Error> {
-    let me = config.node();
-    let cluster = &book.cluster;
-    let deadline = Instant::now() + config.connect_timeout;
-    let mut links: Vec<Links> = cluster.lane_ids().map(|_| Vec::new()).collect();
-    let link_to = |node| Error::io(format!("link to {}", cluster.name(node)));
-    let share_memory = config.carrier == Carriers::Auto;
-    let partners = cluster.node_ids().filter(|&n| n != me && exchange_anything(cluster, me, n));
-    let (lower, higher): (Vec<_>, Vec<_>) = partners.partition(|&n| n < me);
-    for &node in &lower {
-        let to = route(config, book, node)?;
-        for lane in cluster.lane_ids() {
-            let caller = Caller { purpose: Purpose::Lane, node: me, lane };
-            let stream = connect(&to, caller, credentials, deadline).map_err(|e| {
-                Error::connect(format!("reaching {} at {to}", cluster.name(node)), e)
-            })?;
-            let link = stream.into_calling_link(share_memory).map_err(link_to(node))?;
-            links[lane.index()].push((node, link));
+/// What it takes to open the links.
+struct Opening<'a> {
+    config: &'a Config,
+    book: &'a Book,
+    credentials: &'a Credentials,
+    line: &'a ControlLine,
+}
+
+impl Opening<'_> {
+    /// One link per lane and node this one exchanges chunks with: to lower ids it calls, from
+    /// higher ids it is called. Ends as soon as the coordinator says that a node is lost.
+    fn gather_links(&self, arrivals: &Receiver<Arrival>) -> Result<Vec<Links>, Error> {
+        let Self { config, book, .. } = *self;
+        let me = config.node();
+        let cluster = &book.cluster;
+        let deadline = Instant::now() + config.connect_timeout;
+        let partners = cluster.node_ids().filter(|&n| n != me && exchange_anything(cluster, me, n));
+        let (lower, higher): (Vec<_>, Vec<_>) = partners.partition(|&n| n < me);
+        let mut links: Vec<Links> = cluster.lane_ids().map(|_| Vec::new()).collect();
+        let opened = self
+            .call(&lower, deadline, &mut links)
+            .and_then(|()| self.await_callers(&higher, arrivals, deadline, &mut links));
+        let Err(error) = opened else { return Ok(links) };
+        // A link that breaks is most likely a node that has died: the coordinator is about to say
+        // which.
+        let until =
+            Instant::now() + if matches!(error, Error::Io { .. }) { NEWS } else { Duration::ZERO };
+        while self.line.trouble().is_none() && Instant::now() < until {
+            std::thread::sleep(GLANCE);
         }
+        Err(self.line.trouble().unwrap_or(error))
     }
-    let lanes = || cluster.lane_ids();
-    let mut awaited: BTreeSet<(NodeId, LaneId)> =
-        higher.iter().flat_map(|&node| lanes().map(move |lane| (node, lane))).collect();
-    while !awaited.is_empty() {
-        let left = deadline.saturating_duration_since(Instant::now());
-        match arrivals.recv_timeout(left) {
-            // A second connection for the same lane is a caller that was cut off and tried again.
-            Ok((hello, mut stream)) if higher.contains(&hello.node) => {
-                let Some(lane) = links.get_mut(hello.lane.index()) else { continue };
-                lane.retain(|(node, _)| *node != hello.node);
-                stream.set_deadline(Some(deadline));
-                let link = stream.into_called_link().map_err(link_to(hello.node))?;
-                lane.push((hello.node, link));
-                awaited.remove(&(hello.node, hello.lane));
-            }
-            Ok(_) => {}
-            Err(RecvTimeoutError::Timeout | RecvTimeoutError::Disconnected) => {
-                let nodes: BTreeSet<NodeId> = awaited.iter().map(|(node, _)| *node).collect();
-                return Err(Error::NeverConnected {
-                    nodes: nodes.into_iter().map(|n| cluster.name(n)).collect(),
-                    address: book.nodes[me.index()].tcp.clone(),
-                    waited: config.connect_timeout,
-                });
+
+    fn call(&self, nodes: &[NodeId], deadline: Instant, links: &mut [Links]) -> Result<(), Error> {
+        let Self { config, book, credentials, line, .. } = *self;
+        let Book { identity, epoch, .. } = *book;
+        let (purpose, me) = (Purpose::Lane, config.node());
+        let share_memory = config.carrier == Carriers::Auto;
+        for &node in nodes {
+            let to = route(config, book, node)?;
+            for lane in book.cluster.lane_ids() {
+                let caller = Caller { purpose, node: me, lane, identity, epoch };
+                let stream = connect_unless(line.alarm(), &to, caller, credentials, deadline);
+                let stream = stream.map_err(|e| {
+                    Error::connect(format!("reaching {} at {to}", book.cluster.name(node)), e)
+                })?;
+                let link = stream.into_calling_link(share_memory).map_err(self.link_to(node))?;
+                links[lane.index()].push((node, link));
             }
         }
+        Ok(())
     }
-    Ok(links)
+
+    fn await_callers(
+        &self,
+        nodes: &[NodeId],
+        arrivals: &Receiver<Arrival>,
+        deadline: Instant,
+        links: &mut [Links],
+    ) -> Result<(), Error> {
+        let cluster = &self.book.cluster;
+        let lanes = || cluster.lane_ids();
+        let mut awaited: BTreeSet<(NodeId, LaneId)> =
+            nodes.iter().flat_map(|&node| lanes().map(move |lane| (node, lane))).collect();
+        while !awaited.is_empty() {
+            if let Some(trouble) = self.line.trouble() {
+                return Err(trouble);
+            }
+            let left = deadline.saturating_duration_since(Instant::now());
+            match arrivals.recv_timeout(left.min(GLANCE)) {
+                // A second connection for the same lane is a caller that was cut off and tried
+                // again.
+                Ok((hello, mut stream)) if nodes.contains(&hello.node) => {
+                    let Some(lane) = links.get_mut(hello.lane.index()) else { continue };
+                    lane.retain(|(node, _)| *node != hello.node);
+                    stream.set_deadline(Some(deadline));
+                    let link = stream.into_called_link().map_err(self.link_to(hello.node))?;
+                    lane.push((hello.node, link));
+                    awaited.remove(&(hello.node, hello.lane));
+                }
+                Ok(_) => {}
+                Err(RecvTimeoutError::Timeout) if left > GLANCE => {}
+                Err(RecvTimeoutError::Timeout | RecvTimeoutError::Disconnected) => {
+                    let nodes: BTreeSet<NodeId> = awaited.iter().map(|(node, _)| *node).collect();
+                    return Err(Error::NeverConnected {
+                        nodes: nodes.into_iter().map(|n| cluster.name(n)).collect(),
+                        address: self.book.nodes[self.config.node().index()].tcp.clone(),
+                        waited: self.config.connect_timeout,
+                    });
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn link_to(&self, node: NodeId) -> impl FnOnce(std::io::Error) -> Error + use<> {
+        Error::io(format!("link to {}", self.book.cluster.name(node)))
+    }
+}
+
+/// A process that has run out of descriptors is told what its job needs.
+fn with_need(error: Error, need: Need) -> Error {
+    let short = match &error {
+        Error::Bind(why) => match &**why {
+            BindError::Other { source, .. } => descriptors::shortage(source),
+            _ => None,
+        },
+        Error::Connect { why, .. } => match &**why {
+            ConnectError::Impossible { source, .. } => descriptors::shortage(source),
+            _ => None,
+        },
+        _ => None,
+    };
+    let Some(short) = short else { return error };
+    Error::Descriptors(Shortage { need: Some(need), ..short.clone() })
 }
 
 /// Workers exchange chunks with servers, and factors and tensors with workers. Servers exchange
@@ -207,5 +361,58 @@ fn route(config: &Config, book: &Book, node: NodeId) -> Result<Address, Error> {
             theirs.tcp
         ))),
         _ => Ok(Address::Tcp(theirs.tcp.clone())),
+    }
+}
+
+/// How long a caller waits at most for this node's book before it is sent away to try again.
+const BOOK: Duration = Duration::from_secs(10);
+/// How often a wait looks for bad news.
+const GLANCE: Duration = Duration::from_millis(100);
+/// How soon a death that broke a link is known to the coordinator.
+const NEWS: Duration = Duration::from_secs(1);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const OURS: RunFacts = RunFacts { identity: JobId([3; 16]), epoch: Epoch(1), lanes: 2 };
+
+    fn hello(identity: JobId, epoch: Epoch, lane: u16) -> Hello {
+        let (purpose, node, lane) = (Purpose::Lane, NodeId(1), LaneId(lane));
+        Hello { purpose, node, lane, cluster: [0; 16], identity, epoch, nonce: [0; 32] }
+    }
+
+    #[test]
+    fn a_caller_of_another_run_or_epoch_is_refused_and_so_is_a_lane_that_is_not_there() {
+        let run = Run::default();
+        run.set(Progress::Opening(OURS));
+        let judge = |identity, epoch, lane| run.admit(&hello(identity, Epoch(epoch), lane));
+        assert_eq!(judge(OURS.identity, 1, 1), Ok(()));
+        assert_eq!(judge(JobId([4; 16]), 1, 1), Err(Status::Run));
+        assert_eq!(judge(JobId::default(), 1, 1), Err(Status::Run));
+        assert_eq!(judge(OURS.identity, 2, 1), Err(Status::Run));
+        assert_eq!(judge(OURS.identity, 1, 2), Err(Status::Lane));
+        run.connected();
+        assert_eq!(judge(OURS.identity, 1, 1), Err(Status::Node));
+        assert_eq!(judge(OURS.identity, 2, 1), Err(Status::Run));
+    }
+
+    #[test]
+    fn callers_wait_for_the_book_and_not_for_one_that_will_not_come() {
+        for (outcome, verdict) in [(Some(OURS), Ok(())), (None, Err(Status::NoBook))] {
+            let run = Arc::new(Run::default());
+            let closing = Closing(run.clone());
+            let callers = [0, 1].map(|lane| {
+                let run = run.clone();
+                std::thread::spawn(move || run.admit(&hello(OURS.identity, OURS.epoch, lane)))
+            });
+            if let Some(facts) = outcome {
+                run.set(Progress::Opening(facts));
+            }
+            drop(closing);
+            for caller in callers {
+                assert_eq!(caller.join().unwrap(), verdict);
+            }
+        }
     }
 }

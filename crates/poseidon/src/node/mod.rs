@@ -11,9 +11,10 @@ use crate::engine::driver::{self, Driver};
 use crate::job::book::{Book, Job};
 use crate::job::config::Config;
 use crate::job::coordinator::Coordinator;
+use crate::job::line::ControlLine;
 use crate::job::rendezvous::{Joined, join};
 use poseidon_core::{ChannelId, LaneId, NodeId};
-use poseidon_link::{Address, Credentials, Serving};
+use poseidon_link::Serving;
 use std::mem::ManuallyDrop;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -24,8 +25,8 @@ pub(crate) struct Node {
     pub(crate) config: Config,
     /// What the job began with.
     pub(crate) book: Arc<Book>,
-    /// Where the coordinator is, and what opens its door.
-    pub(crate) coordinator: (Address, Credentials),
+    /// To the coordinator.
+    pub(crate) line: Arc<ControlLine>,
     /// By lane.
     lanes: Vec<Arc<Driver>>,
     /// What turns strangers away, and the coordinator if it is served here.
@@ -38,7 +39,7 @@ pub(crate) const LAST_WORDS: Duration = Duration::from_secs(1);
 impl Node {
     /// Joins the job. Workers bring a description of it, servers take what they get.
     pub(crate) fn start(config: &Config, job: Option<Job>) -> Result<Arc<Self>, Error> {
-        let Joined { book, links, meeting_point, serving, coordinator } = join(config, job)?;
+        let Joined { book, links, line, serving, coordinator } = join(config, job)?;
         let (me, nodes) = (config.node(), book.cluster.nodes());
         let (cores, crowded) = (cores_to_share(config, &book), is_crowded(config, &book));
         let mut lanes = Vec::new();
@@ -49,9 +50,9 @@ impl Node {
             let name = book.cluster.name(me);
             lanes.push(Driver::start(engine, epoch, name, core, crowded)?);
         }
-        let config = Config { coordinator: meeting_point.0.to_string(), ..config.clone() };
+        let config = config.clone();
         let listeners = ManuallyDrop::new((serving, coordinator));
-        Ok(Arc::new(Self { me, config, book, coordinator: meeting_point, lanes, listeners }))
+        Ok(Arc::new(Self { me, config, book, line, lanes, listeners }))
     }
 
     /// What drives `lane`.

@@ -1,10 +1,11 @@
 //! More sessions among the workers of a job, for another model or another update rule, and groups.
 
-use crate::job::book::{Book, Job};
+use crate::job::book::{BOOK_VERSION, Book, Job};
+use crate::job::open::Channel;
 use crate::session::Builder;
-use crate::{Error, Group, Session};
-use poseidon_core::{ChannelId, Cluster, Epoch, Servers};
-use serde_json::json;
+use crate::session::gather::await_failure;
+use crate::{Error, Group, OpenError, Session};
+use poseidon_core::{ChannelId, Cluster, Epoch, NodeId, Servers};
 use std::sync::Arc;
 
 impl Session {
@@ -24,7 +25,7 @@ impl Session {
         let cluster = Cluster::new(workers, Servers::Colocated, node.book.cluster.lanes())?;
         let nodes = node.book.nodes[..usize::from(workers)].to_vec();
         let (identity, epoch) = (node.book.identity, Epoch::FIRST);
-        let book = Arc::new(Book { identity, epoch, cluster, nodes, job });
+        let book = Arc::new(Book { version: BOOK_VERSION, identity, epoch, cluster, nodes, job });
         Self::open(node, id, book, rate, threads)
     }
 
@@ -37,9 +38,18 @@ impl Session {
 
     /// Agrees with the other workers on a channel called `name`.
     fn open_channel(&self, name: &str, job: Option<&Job>) -> Result<ChannelId, Error> {
-        let topic = format!("session {name}");
-        self.gather(&topic, &json!(job))?;
-        let hash = name.bytes().fold(17u32, |hash, b| hash.wrapping_mul(31).wrapping_add(b.into()));
-        Ok(ChannelId(hash | 2))
+        let board = &*self.parts.board;
+        board.failure().map_or(Ok(()), Err)?;
+        let members: Vec<NodeId> = self.node.book.cluster.worker_ids().collect();
+        let channel = Channel { name, members: &members, job };
+        let opened = self.node.line.open(channel, self.timeout, &|| board.state());
+        opened.map_err(|why| {
+            let failure = match why {
+                // Most likely the coordinator has died with its node: the lanes know which it was.
+                OpenError::Broken { .. } => await_failure(board),
+                _ => board.failure(),
+            };
+            failure.unwrap_or(Error::Open { name: name.into(), why })
+        })
     }
 }

@@ -2,7 +2,7 @@
 //! otherwise says whatever a test wants it to.
 
 use poseidon::config::Config;
-use poseidon::{Book, Clock, Job, LayerId, NodeId};
+use poseidon::{BOOK_VERSION, Book, Clock, Job, LayerId, NodeId};
 use poseidon_core::wire::{Header, Kind, Purpose};
 use poseidon_core::{ChannelId, ChunkKey, Epoch, LaneId, Plan, Shard};
 use poseidon_link::{Address, Caller, Stream, connect};
@@ -17,17 +17,20 @@ pub(crate) struct Fake {
     pub(crate) plan: Plan,
     /// To every node with a lower id, which is everybody: a fake is the last node. One lane.
     pub(crate) links: BTreeMap<NodeId, Stream>,
+    /// To the coordinator: as long as it is open, the fake lives.
+    pub(crate) control: Stream,
 }
 
 impl Fake {
     /// Joins through the coordinator and calls everybody. Workers bring the job they believe in.
     pub(crate) fn join(config: &Config, job: Option<&Job>) -> Self {
         let me = config.node();
-        let book = register(config, job, "elsewhere").expect("the coordinator lets the fake in");
-        let mut fake = Self { me, plan: book.plan(), book, links: BTreeMap::new() };
+        let joined = register(config, job, "elsewhere");
+        let (book, control) = joined.expect("the coordinator lets the fake in");
+        let mut fake = Self { me, plan: book.plan(), book, links: BTreeMap::new(), control };
         for node in fake.book.cluster.node_ids().filter(|&n| n < me) {
             let to = Address::Tcp(fake.book.nodes[node.index()].tcp.clone());
-            let caller = Caller { purpose: Purpose::Lane, node: me, lane: LaneId(0) };
+            let caller = lane(&fake.book, me, LaneId(0));
             let mut stream = connect(&to, caller, &config.credentials(), deadline()).unwrap();
             stream.set_deadline(Some(deadline()));
             fake.links.insert(node, stream);
@@ -138,9 +141,20 @@ impl Fake {
     }
 }
 
-/// Joins the job of `config` from `host`, at an address where nobody listens. The error is the
+/// Who calls as `lane` of `node` in the job that has `book`.
+pub(crate) fn lane(book: &Book, node: NodeId, lane: LaneId) -> Caller {
+    let Book { identity, epoch, .. } = *book;
+    Caller { purpose: Purpose::Lane, node, lane, identity, epoch }
+}
+
+/// Joins the job of `config` from `host`, at an address where nobody listens. Returns the book and
+/// the control connection, by which the coordinator knows that the node lives. The error is the
 /// coordinator's reason.
-pub(crate) fn register(config: &Config, job: Option<&Job>, host: &str) -> Result<Book, String> {
+pub(crate) fn register(
+    config: &Config,
+    job: Option<&Job>,
+    host: &str,
+) -> Result<(Book, Stream), String> {
     let node = config.node();
     let mut stream = control(config, node);
     let join = json!({
@@ -149,11 +163,12 @@ pub(crate) fn register(config: &Config, job: Option<&Job>, host: &str) -> Result
         "workers": config.workers,
         "servers": config.servers.to_string(),
         "lanes": config.lanes,
+        "book": BOOK_VERSION,
         "job": job,
     });
     let answer = ask(&mut stream, node, &join);
     match answer["type"].as_str() {
-        Some("book") => Ok(serde_json::from_value(answer).unwrap()),
+        Some("book") => Ok((serde_json::from_value(answer).unwrap(), stream)),
         Some("refused") => Err(answer["reason"].as_str().unwrap().into()),
         _ => panic!("expected a book, got {answer}"),
     }
@@ -161,7 +176,7 @@ pub(crate) fn register(config: &Config, job: Option<&Job>, host: &str) -> Result
 
 /// A control connection to the coordinator.
 pub(crate) fn control(config: &Config, node: NodeId) -> Stream {
-    let caller = Caller { purpose: Purpose::Control, node, lane: LaneId(0) };
+    let caller = Caller::control(node);
     let to = Address::Tcp(config.coordinator.clone());
     let mut stream = connect(&to, caller, &config.credentials(), deadline()).unwrap();
     stream.set_deadline(Some(deadline()));

@@ -2,8 +2,8 @@
 
 use super::*;
 use crate::engine::driver::Driver;
-use poseidon_core::ChunkKey;
 use poseidon_core::wire::{Header, Purpose};
+use poseidon_core::{ChunkKey, JobId};
 use poseidon_link::{
     Address, Caller, Carrier, Credentials, Link, Listener, Secret, Stream, connect,
 };
@@ -249,7 +249,9 @@ fn connected() -> (Box<dyn Link>, Stream) {
     let deliver = move |_, stream: Stream| deliver.send(stream).unwrap();
     let serving = listener.serve(credentials.clone(), |_| Ok(()), deliver).unwrap();
     let address = Address::Tcp(serving.tcp().to_string());
-    let caller = Caller { purpose: Purpose::Lane, node: NodeId(1), lane: LaneId(0) };
+    let (identity, epoch) = (JobId::default(), Epoch(1));
+    let (purpose, node, lane) = (Purpose::Lane, NodeId(1), LaneId(0));
+    let caller = Caller { purpose, node, lane, identity, epoch };
     let deadline = Instant::now() + Duration::from_secs(60);
     let far = connect(&address, caller, &credentials, deadline).unwrap();
     let near = arrivals.recv_timeout(Duration::from_secs(60)).unwrap();

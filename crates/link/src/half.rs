@@ -1,0 +1,94 @@
+use crate::stream::{NO_SIGNAL, remaining, timed_out};
+use socket2::Socket;
+use std::ffi::c_int;
+use std::io::{self, ErrorKind, Read, Write};
+use std::mem::MaybeUninit;
+use std::net::Shutdown;
+use std::sync::Arc;
+use std::time::Instant;
+
+/// One of two holds on a connection: one thread reads by the first, others write by the second.
+/// Each has a deadline of its own. The connection closes with the last of them, or when one [hangs
+/// up](Half::hang_up).
+#[derive(Debug)]
+pub struct Half {
+    socket: Arc<Socket>,
+    deadline: Option<Instant>,
+}
+
+impl Half {
+    pub(crate) fn pair(socket: Socket) -> (Self, Self) {
+        let socket = Arc::new(socket);
+        (Self { socket: socket.clone(), deadline: None }, Self { socket, deadline: None })
+    }
+
+    /// From now on, reads and writes that are not done by `deadline` fail with
+    /// [`ErrorKind::TimedOut`]. Without one they wait for as long as it takes.
+    pub fn set_deadline(&mut self, deadline: Option<Instant>) {
+        self.deadline = deadline;
+    }
+
+    /// Ends the connection, also for a thread that reads by the other half. What was written before
+    /// still arrives.
+    pub fn hang_up(&self) {
+        // An error means that it has ended already.
+        let _ = self.socket.shutdown(Shutdown::Both);
+    }
+
+    /// Whether the other end has closed the connection, and everything it sent has been read.
+    pub fn is_hung_up(&self) -> bool {
+        match self.socket.recv_with_flags(&mut [MaybeUninit::uninit()], PEEK) {
+            Ok(bytes) => bytes == 0,
+            Err(e) => !matches!(e.kind(), ErrorKind::WouldBlock | ErrorKind::Interrupted),
+        }
+    }
+}
+
+impl Read for Half {
+    fn read(&mut self, buf: &mut [u8]) -> io::Result<usize> {
+        self.socket.set_read_timeout(remaining(self.deadline)?)?;
+        (&*self.socket).read(buf).map_err(timed_out)
+    }
+}
+
+impl Write for Half {
+    fn write(&mut self, buf: &[u8]) -> io::Result<usize> {
+        self.socket.set_write_timeout(remaining(self.deadline)?)?;
+        self.socket.send_with_flags(buf, NO_SIGNAL).map_err(timed_out)
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+/// Looks without waiting and without taking.
+const PEEK: c_int =
+    rustix::net::RecvFlags::PEEK.union(rustix::net::RecvFlags::DONTWAIT).bits() as c_int;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use socket2::{Domain, Type};
+
+    #[test]
+    fn one_half_reads_while_the_other_writes_and_either_ends_both() {
+        let (near, far) = Socket::pair(Domain::UNIX, Type::STREAM, None).unwrap();
+        let (mut reader, mut writer) = Half::pair(near);
+        let (mut theirs, _) = Half::pair(far);
+        let reading = std::thread::spawn(move || {
+            let mut word = [0; 4];
+            reader.read_exact(&mut word).unwrap();
+            (word, reader.read(&mut word).unwrap())
+        });
+        assert!(!theirs.is_hung_up());
+        writer.write_all(b"ping").unwrap();
+        theirs.write_all(b"pong").unwrap();
+        let mut word = [0; 4];
+        theirs.read_exact(&mut word).unwrap();
+        assert_eq!(&word, b"ping");
+        writer.hang_up();
+        assert_eq!(reading.join().unwrap(), (*b"pong", 0));
+        assert!(theirs.is_hung_up());
+    }
+}

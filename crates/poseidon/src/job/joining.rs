@@ -1,0 +1,503 @@
+//! Who has joined so far, and what becomes of it: pure decisions of the coordinator.
+
+use crate::job::book::{BOOK_VERSION, Book};
+use crate::job::control::{Asker, Join, Message, Reply};
+use poseidon_core::{Cluster, Epoch, JobId, NodeId};
+use serde_json::{Value, json};
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+/// The nodes of a job, from the first that joins to the last that leaves.
+#[derive(Debug)]
+pub(crate) struct Joining {
+    identity: JobId,
+    /// How long nodes wait for each other.
+    patience: Duration,
+    /// Nodes that have joined and are connected.
+    joined: BTreeMap<NodeId, Joined>,
+    /// Nodes that had joined and went away before the book was written: their places are free.
+    gone: BTreeMap<NodeId, Gone>,
+    /// The book, or why there will be none.
+    outcome: Option<Result<Arc<Book>, String>>,
+    /// Whether nodes have been told that one of them is lost. All of them stop then: other losses
+    /// only follow.
+    told_of_loss: bool,
+}
+
+#[derive(Debug)]
+struct Joined {
+    join: Join,
+    asker: Asker,
+    /// From which address.
+    peer: String,
+    since: Instant,
+}
+
+#[derive(Debug)]
+struct Gone {
+    peer: String,
+    joined: Instant,
+    left: Instant,
+    /// Its own words, if it said any.
+    reason: Option<String>,
+}
+
+impl Joining {
+    pub(crate) fn new(identity: JobId, patience: Duration) -> Self {
+        Self {
+            identity,
+            patience,
+            joined: BTreeMap::new(),
+            gone: BTreeMap::new(),
+            outcome: None,
+            told_of_loss: false,
+        }
+    }
+
+    /// The book, once it is written.
+    pub(crate) fn book(&self) -> Option<&Arc<Book>> {
+        self.outcome.as_ref()?.as_ref().ok()
+    }
+
+    /// Whether nobody has joined yet.
+    pub(crate) fn is_empty(&self) -> bool {
+        self.joined.is_empty() && self.gone.is_empty() && self.outcome.is_none()
+    }
+
+    /// The node that has joined by this connection.
+    pub(crate) fn node_of(&self, connection: u64) -> Option<NodeId> {
+        let mut joined = self.joined.iter();
+        joined.find(|(_, j)| j.asker.connection == connection).map(|(node, _)| *node)
+    }
+
+    /// The connection by which `node` has joined.
+    pub(crate) fn connection_of(&self, node: NodeId) -> Option<u64> {
+        self.joined.get(&node).map(|joined| joined.asker.connection)
+    }
+
+    /// A node wants to join. It is answered now if it is refused, and otherwise with everybody
+    /// else.
+    pub(crate) fn handle_join(
+        &mut self,
+        asker: Asker,
+        join: Join,
+        peer: String,
+        now: Instant,
+    ) -> Vec<Reply> {
+        let undecided = self.outcome.is_none();
+        let mut replies = Vec::new();
+        if let Err(reason) = self.admit(asker, join, peer, now) {
+            replies.push(Reply::refusal(asker, reason));
+        }
+        if undecided {
+            replies.extend(self.announce());
+        }
+        replies
+    }
+
+    /// A connection has ended, without a goodbye if it was a node's.
+    pub(crate) fn handle_closed(&mut self, connection: u64, now: Instant) -> Vec<Reply> {
+        self.remove(connection, None, now)
+    }
+
+    /// A node says goodbye; with a reason it gives up.
+    pub(crate) fn handle_leave(
+        &mut self,
+        connection: u64,
+        reason: Option<String>,
+        now: Instant,
+    ) -> Vec<Reply> {
+        match reason {
+            None if self.book().is_some() => {
+                let node = self.node_of(connection);
+                node.map(|node| self.joined.remove(&node));
+                Vec::new()
+            }
+            reason => self.remove(connection, reason, now),
+        }
+    }
+
+    /// Somebody has waited long enough.
+    pub(crate) fn handle_time(&mut self, now: Instant) -> Vec<Reply> {
+        if self.deadline().is_none_or(|deadline| now < deadline) {
+            return Vec::new();
+        }
+        let oldest = self.joined.values().map(|joined| joined.since).min();
+        let mut words: Vec<_> =
+            self.gone.iter().map(|(&node, gone)| gone.words(&self.name(node), now)).collect();
+        let patience = self.patience;
+        let never = self.missing().into_iter().filter(|(node, _)| !self.gone.contains_key(node));
+        let never: Vec<_> = never.map(|(_, name)| name).collect();
+        if oldest.is_some_and(|oldest| oldest + patience <= now) && !never.is_empty() {
+            words.insert(0, format!("{} did not join within {patience:?}", never.join(", ")));
+        }
+        self.call_off(words.join("; "));
+        self.announce()
+    }
+
+    /// When [`handle_time`](Self::handle_time) has something to do next.
+    pub(crate) fn deadline(&self) -> Option<Instant> {
+        if self.outcome.is_some() {
+            return None;
+        }
+        // Without anybody who waits there is nobody to tell.
+        let oldest = self.joined.values().map(|joined| joined.since).min()?;
+        let free = self.patience.min(FREE);
+        // Whoever waits has waited for the restarted process as long as anybody.
+        let gone = self.gone.values().map(|gone| gone.left.max(oldest) + free);
+        gone.chain([oldest + self.patience]).min()
+    }
+
+    /// There will be no book any more, if there is none yet.
+    pub(crate) fn stop(&mut self) -> Vec<Reply> {
+        if self.outcome.is_some() {
+            return Vec::new();
+        }
+        self.call_off("the coordinator has stopped".into());
+        self.announce()
+    }
+
+    /// All nodes that have joined, to be told something they did not ask for.
+    pub(crate) fn everybody(&self) -> impl Iterator<Item = Asker> {
+        self.joined.values().map(|joined| Asker { request: None, ..joined.asker })
+    }
+
+    /// What there is to know right now.
+    pub(crate) fn tell(&self) -> Value {
+        match &self.outcome {
+            Some(Ok(book)) => serde_json::to_value(&**book).unwrap_or(Value::Null),
+            Some(Err(reason)) => json!({ "failed": reason }),
+            None => json!({
+                "joined": self.joined.values().map(|j| &j.join.facts).collect::<Vec<_>>(),
+                "missing": self.missing().into_iter().map(|(_, name)| name).collect::<Vec<_>>(),
+            }),
+        }
+    }
+
+    fn admit(
+        &mut self,
+        asker: Asker,
+        join: Join,
+        peer: String,
+        now: Instant,
+    ) -> Result<(), String> {
+        if let Some(outcome) = &self.outcome {
+            return Err(match outcome {
+                Ok(_) => "the job has started already".into(),
+                Err(reason) => reason.clone(),
+            });
+        }
+        let cluster = Cluster::new(join.workers, join.servers, 1).map_err(|e| e.to_string())?;
+        let node = join.facts.node;
+        let name = cluster.name(node);
+        let Some(role) = cluster.role(node) else {
+            return Err(format!("there is no node {node} among {} nodes", cluster.nodes()));
+        };
+        if role.worker != join.job.is_some() {
+            return Err(format!("{name} must describe a job exactly if it is a worker"));
+        }
+        if let Some(before) = self.joined.get(&node) {
+            let before = &before.peer;
+            return Err(format!(
+                "{name} joined already, from {before}: two processes have the same rank"
+            ));
+        }
+        if join.book != BOOK_VERSION {
+            let theirs = join.book;
+            return Err(self.call_off(format!(
+                "{name} reads version {theirs} of the information book, the coordinator writes version {BOOK_VERSION}: \
+                 install the same Poseidon on every node"
+            )));
+        }
+        if let Some((&other, first)) = self.joined.iter().next() {
+            let other = cluster.name(other);
+            let size = |j: &Join| format!("{} workers and servers '{}'", j.workers, j.servers);
+            let (mine, theirs) = (size(&join), size(&first.join));
+            if mine != theirs {
+                let words = format!("{name} expects {mine}, {other} expects {theirs}");
+                return Err(self.call_off(words));
+            }
+        }
+        if let Some(job) = &join.job {
+            job.validate()
+                .map_err(|e| format!("{name} describes a job that makes no sense: {e}"))?;
+            let mut others = self.joined.iter();
+            let first = others.find_map(|(&node, j)| Some((node, j.join.job.as_ref()?)));
+            if let Some((other, theirs)) = first
+                && let Some(words) = theirs.difference(&cluster.name(other), job, &name)
+            {
+                let words = format!("the workers do not train the same thing: {words}");
+                return Err(self.call_off(words));
+            }
+        }
+        match self.gone.remove(&node) {
+            Some(before) => {
+                tracing::info!(%name, %peer, before = %before.peer, "took a place that was free");
+            }
+            None => tracing::debug!(%name, %peer, "joined"),
+        }
+        self.joined.insert(node, Joined { join, asker, peer, since: now });
+        if self.joined.len() == cluster.nodes() {
+            self.outcome = Some(self.write_book());
+        }
+        Ok(())
+    }
+
+    /// Nodes that disagree never become a job: everybody hears why now, not when time is up.
+    fn call_off(&mut self, reason: String) -> String {
+        self.outcome = Some(Err(reason.clone()));
+        reason
+    }
+
+    /// Tells everybody who has joined what became of it. Called when that has just been decided, if
+    /// it has.
+    fn announce(&mut self) -> Vec<Reply> {
+        match &self.outcome {
+            None => Vec::new(),
+            Some(Ok(book)) => {
+                let book = serde_json::to_value(&**book).unwrap_or(Value::Null);
+                let askers = self.joined.values().map(|joined| joined.asker);
+                Reply::to_all(askers, &Message::Book(book))
+            }
+            Some(Err(reason)) => {
+                let refused = Message::Refused { reason: reason.clone() };
+                let joined = std::mem::take(&mut self.joined);
+                Reply::to_all(joined.into_values().map(|joined| joined.asker), &refused)
+            }
+        }
+    }
+
+    /// A node is gone: before the book is written its place is free, afterwards the others are
+    /// told.
+    fn remove(&mut self, connection: u64, reason: Option<String>, now: Instant) -> Vec<Reply> {
+        let Some(node) = self.node_of(connection) else { return Vec::new() };
+        let name = self.name(node);
+        let Some(Joined { peer, since, .. }) = self.joined.remove(&node) else { return Vec::new() };
+        let gone = Gone { peer, joined: since, left: now, reason };
+        if self.outcome.is_none() {
+            let (peer, after) = (&gone.peer, now.duration_since(since));
+            let reason = gone.reason.as_deref().unwrap_or("its connection closed");
+            tracing::warn!(
+                %peer, %reason,
+                "{name} went away {after:.1?} after it had joined: its place is free"
+            );
+            self.gone.insert(node, gone);
+            return Vec::new();
+        }
+        tracing::debug!(peer = %gone.peer, reason = gone.reason, "{name} is gone");
+        if std::mem::replace(&mut self.told_of_loss, true) {
+            return Vec::new();
+        }
+        let (peer, ago) = (&gone.peer, now.duration_since(since));
+        let why = match &gone.reason {
+            Some(reason) => format!("it gave up: {reason}"),
+            None => format!(
+                "its process ended: the connection from {peer}, by which it had joined {ago:.1?} before, closed"
+            ),
+        };
+        Reply::to_all(self.everybody(), &Message::Lost { node, why })
+    }
+
+    /// All are here. Worker 0's number of lanes holds for everybody.
+    fn write_book(&self) -> Result<Arc<Book>, String> {
+        let first = &self.joined[&NodeId(0)].join;
+        let cluster =
+            Cluster::new(first.workers, first.servers, first.lanes).map_err(|e| e.to_string())?;
+        let job = first.job.clone().ok_or("worker 0 described no job")?;
+        let nodes = self.joined.values().map(|joined| joined.join.facts.clone()).collect();
+        let (version, identity, epoch) = (BOOK_VERSION, self.identity, Epoch(1));
+        Ok(Arc::new(Book { version, identity, epoch, cluster, nodes, job }))
+    }
+
+    fn missing(&self) -> Vec<(NodeId, String)> {
+        let Some(cluster) = self.cluster() else { return Vec::new() };
+        let missing = cluster.node_ids().filter(|n| !self.joined.contains_key(n));
+        missing.map(|n| (n, cluster.name(n))).collect()
+    }
+
+    fn name(&self, node: NodeId) -> String {
+        self.cluster().map_or_else(|| format!("node {node}"), |cluster| cluster.name(node))
+    }
+
+    /// What those who have joined believe in.
+    fn cluster(&self) -> Option<Cluster> {
+        let first = &self.joined.values().next()?.join;
+        Cluster::new(first.workers, first.servers, 1).ok()
+    }
+}
+
+impl Gone {
+    fn words(&self, name: &str, now: Instant) -> String {
+        let ago = |then: Instant| format!("{:.1?} ago", now.duration_since(then));
+        let (peer, joined, left) = (&self.peer, ago(self.joined), ago(self.left));
+        let how = match &self.reason {
+            Some(reason) => format!("it gave up {left}: {reason}"),
+            None => format!("its connection closed {left}"),
+        };
+        format!(
+            "{name} went away before the job began: it had joined from {peer} {joined}, {how}, and no other process \
+             took its place"
+        )
+    }
+}
+
+/// How long the place of a node that went away is kept for a process that is started in its stead.
+const FREE: Duration = Duration::from_secs(10);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::job::book::{Job, NodeFacts};
+    use poseidon_core::plan::Placement;
+    use poseidon_core::{ChunkSize, Layer, Optimizer, Policy, Servers};
+
+    const PATIENCE: Duration = Duration::from_secs(60);
+
+    fn seconds(seconds: u64) -> Duration {
+        Duration::from_secs(seconds)
+    }
+
+    fn joining() -> Joining {
+        Joining::new(JobId([7; 16]), PATIENCE)
+    }
+
+    fn job() -> Job {
+        Job {
+            layers: vec![Layer::new("a", 10)],
+            optimizer: Optimizer::default(),
+            chunk: ChunkSize::default(),
+            placement: Placement::Balanced,
+            deterministic: false,
+            scheme: Policy::Auto,
+            batch: None,
+        }
+    }
+
+    /// Worker `node` of three.
+    fn words(node: u16) -> Join {
+        let facts = NodeFacts {
+            node: NodeId(node),
+            host: String::new(),
+            tcp: String::new(),
+            unix: None,
+            version: String::new(),
+            tiles: false,
+        };
+        let (workers, servers, lanes, book) = (3, Servers::Colocated, 2, BOOK_VERSION);
+        Join { facts, workers, servers, lanes, book, job: Some(job()) }
+    }
+
+    /// `node` joins by the connection `connection`, whose address is called after it.
+    fn join(joining: &mut Joining, node: u16, connection: u64, now: Instant) -> Vec<(u64, Value)> {
+        let asker = Asker { connection, request: Some(1) };
+        told(joining.handle_join(asker, words(node), format!("address {connection}"), now))
+    }
+
+    fn told(replies: Vec<Reply>) -> Vec<(u64, Value)> {
+        replies.into_iter().map(|reply| (reply.to.connection, reply.body.value())).collect()
+    }
+
+    fn reason((_, answer): &(u64, Value)) -> &str {
+        answer["reason"].as_str().unwrap_or_else(|| panic!("not a refusal: {answer}"))
+    }
+
+    #[test]
+    fn the_last_node_brings_the_book_to_all() {
+        let (mut joining, now) = (joining(), Instant::now());
+        assert_eq!(join(&mut joining, 2, 12, now), []);
+        assert_eq!(join(&mut joining, 0, 10, now), []);
+        let told = join(&mut joining, 1, 11, now);
+        assert_eq!(told.iter().map(|(to, _)| *to).collect::<Vec<_>>(), [10, 11, 12]);
+        for (_, book) in &told {
+            assert_eq!(book["type"], "book");
+            assert_eq!((&book["epoch"], &book["version"]), (&json!(1), &json!(BOOK_VERSION)));
+            assert_eq!(book["identity"], "07".repeat(16));
+        }
+        let late = join(&mut joining, 1, 13, now);
+        assert_eq!(reason(&late[0]), "the job has started already");
+    }
+
+    #[test]
+    fn a_restarted_process_takes_the_place_of_the_dead_one() {
+        let (mut joining, now) = (joining(), Instant::now());
+        join(&mut joining, 0, 10, now);
+        join(&mut joining, 1, 11, now);
+        let twin = join(&mut joining, 1, 12, now);
+        assert!(reason(&twin[0]).contains("joined already, from address 11"), "{twin:?}");
+        assert!(joining.handle_closed(12, now).is_empty(), "the twin was never in");
+        assert!(joining.handle_closed(11, now).is_empty());
+        assert_eq!(joining.tell()["missing"], json!(["worker 1", "worker 2"]));
+        assert_eq!(join(&mut joining, 1, 13, now + seconds(9)), []);
+        assert_eq!(joining.deadline(), Some(now + PATIENCE), "nobody is missed any more");
+        let told = join(&mut joining, 2, 14, now + seconds(20));
+        assert_eq!(told.iter().map(|(to, _)| *to).collect::<Vec<_>>(), [10, 13, 14]);
+    }
+
+    #[test]
+    fn a_place_that_stays_free_ends_the_wait_of_all() {
+        let (mut joining, now) = (joining(), Instant::now());
+        join(&mut joining, 0, 10, now);
+        join(&mut joining, 1, 11, now + seconds(1));
+        joining.handle_closed(11, now + seconds(3));
+        assert_eq!(joining.deadline(), Some(now + seconds(13)));
+        assert!(joining.handle_time(now + seconds(12)).is_empty());
+        let told = told(joining.handle_time(now + seconds(13)));
+        assert_eq!(told.len(), 1);
+        let words = reason(&told[0]);
+        for part in ["worker 1 went away before", "from address 11 12.0s ago", "closed 10.0s ago"] {
+            assert!(words.contains(part), "{words}");
+        }
+        assert!(!words.contains("worker 2"), "it has time left: {words}");
+        assert_eq!(reason(&join(&mut joining, 2, 12, now + seconds(14))[0]), words);
+    }
+
+    #[test]
+    fn a_death_that_nobody_saw_waits_for_somebody_who_does() {
+        let (mut joining, now) = (joining(), Instant::now());
+        join(&mut joining, 1, 11, now);
+        joining.handle_closed(11, now);
+        assert_eq!(joining.deadline(), None);
+        join(&mut joining, 0, 10, now + seconds(100));
+        assert_eq!(joining.deadline(), Some(now + seconds(110)));
+        assert_eq!(join(&mut joining, 1, 12, now + seconds(101)), []);
+    }
+
+    #[test]
+    fn after_the_book_the_first_loss_is_told_to_all_and_a_goodbye_to_nobody() {
+        let (mut joining, now) = (joining(), Instant::now());
+        (0..3).for_each(|node| drop(join(&mut joining, node, 10 + u64::from(node), now)));
+        assert!(joining.handle_leave(12, None, now).is_empty());
+        assert!(joining.handle_closed(12, now).is_empty());
+        let told = told(joining.handle_closed(11, now + seconds(2)));
+        assert_eq!(told.len(), 1);
+        assert_eq!((told[0].0, &told[0].1["node"]), (10, &json!(1)));
+        let why = told[0].1["why"].as_str().unwrap();
+        assert!(why.contains("address 11") && why.contains("2.0s before"), "{why}");
+        assert!(joining.handle_leave(10, Some("lost worker 1".into()), now).is_empty());
+    }
+
+    #[test]
+    fn a_node_that_gives_up_says_why() {
+        let (mut joining, now) = (joining(), Instant::now());
+        (0..3).for_each(|node| drop(join(&mut joining, node, 10 + u64::from(node), now)));
+        let told = told(joining.handle_leave(11, Some("no route".into()), now));
+        assert_eq!(told.iter().map(|(to, _)| *to).collect::<Vec<_>>(), [10, 12]);
+        assert_eq!(told[0].1["why"], "it gave up: no route");
+    }
+
+    #[test]
+    fn a_node_that_reads_another_book_is_refused_with_both_versions() {
+        let (mut joining, now) = (joining(), Instant::now());
+        join(&mut joining, 0, 10, now);
+        let asker = Asker { connection: 11, request: None };
+        let other = Join { book: BOOK_VERSION + 1, ..words(1) };
+        let told = told(joining.handle_join(asker, other, "there".into(), now));
+        assert_eq!(told.len(), 2);
+        for refusal in &told {
+            let words = reason(refusal);
+            assert!(words.contains("worker 1 reads version 2"), "{words}");
+            assert!(words.contains("writes version 1"), "{words}");
+        }
+    }
+}

@@ -1,0 +1,410 @@
+//! A node's end of its control connection: one connection for the life of the job, shared by all
+//! threads.
+
+use crate::job::book::{BOOK_VERSION, Book};
+use crate::job::control::{Body, Join, Message, Numbered, receive};
+use crate::{Error, RendezvousError};
+use poseidon_core::{Cluster, NodeId};
+use poseidon_link::{Half, Stream};
+use serde_json::Value;
+use std::collections::BTreeMap;
+use std::io::{self, ErrorKind, Write};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+/// The connection to the coordinator. Threads ask over it at the same time; each is handed its own
+/// answer.
+pub(crate) struct ControlLine {
+    me: NodeId,
+    /// The coordinator's, for people.
+    address: String,
+    /// A frame is written under this lock, whole.
+    writer: Mutex<Half>,
+    shared: Arc<Shared>,
+    /// Written once, when the coordinator has answered the join.
+    book: OnceLock<Arc<Book>>,
+    reader: Option<JoinHandle<()>>,
+    /// The process whose connection it is: one that is forked from it has the socket too, but must
+    /// not close it.
+    owner: u32,
+}
+
+/// What the lanes know of the job while somebody waits for the coordinator.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum JobState {
+    /// It goes on.
+    Running,
+    /// This node has said goodbye and takes part in nothing new.
+    Departed(NodeId),
+    /// It has failed: no answer is of use any more.
+    Failed,
+}
+
+/// Why there is no answer.
+#[derive(Clone, Debug, thiserror::Error)]
+pub(crate) enum LineError {
+    /// The message does not fit into a frame; the line is as good as before.
+    #[error("{0}")]
+    TooLarge(String),
+    /// A node has left the job, and no answer came soon after.
+    #[error("node {0} finished while others go on")]
+    Departed(NodeId),
+    /// The job has failed meanwhile.
+    #[error("the job has failed")]
+    Failed,
+    /// The coordinator should have answered by now, with words about who is missing.
+    #[error("no answer within {0:.1?}")]
+    Overdue(Duration),
+    /// There is no coordinator any more.
+    #[error("{0}")]
+    Gone(String),
+}
+
+/// What the reading thread and those who ask share.
+#[derive(Default)]
+struct Shared {
+    state: Mutex<State>,
+    /// True once a node is lost or the coordinator has died. Written by the reading thread.
+    alarm: Arc<AtomicBool>,
+}
+
+#[derive(Default)]
+struct State {
+    /// The number of the next request.
+    next: u64,
+    /// Who waits for which request. Askers add themselves, the reading thread takes them out.
+    asking: BTreeMap<u64, Sender<Message>>,
+    /// The first node that the coordinator has lost, and its words. Written by the reading thread.
+    lost: Option<(NodeId, String)>,
+    /// Why nobody reads any more. Written by the reading thread, last.
+    gone: Option<Gone>,
+    /// Whether this node has said goodbye itself.
+    left: bool,
+}
+
+#[derive(Clone, Debug)]
+enum Gone {
+    /// The coordinator has stopped on purpose, which harms nobody.
+    Stopped,
+    Died(String),
+}
+
+impl ControlLine {
+    /// Takes over a connection to the coordinator at `address`.
+    pub(crate) fn start(stream: Stream, me: NodeId, address: &str) -> io::Result<Self> {
+        let (reader, writer) = stream.split()?;
+        let shared = Arc::<Shared>::default();
+        let listening = shared.clone();
+        let reader = std::thread::Builder::new()
+            .name("poseidon-line".into())
+            .spawn(move || listening.listen(reader))?;
+        Ok(Self {
+            me,
+            address: address.into(),
+            writer: Mutex::new(writer),
+            shared,
+            book: OnceLock::new(),
+            reader: Some(reader),
+            owner: std::process::id(),
+        })
+    }
+
+    /// Joins the job; returns when all have, and no later than `patience` from now.
+    pub(crate) fn join(
+        &self,
+        join: Join,
+        patience: Duration,
+    ) -> Result<Arc<Book>, RendezvousError> {
+        let address = || self.address.clone();
+        let answer = self.ask(&Message::Join(Box::new(join)), patience, &|| JobState::Running);
+        let broken = |why: String| RendezvousError::Broken { address: address(), why };
+        match answer.map_err(|error| broken(error.to_string()))? {
+            Message::Book(book) => {
+                let book = Arc::new(read_book(book, &self.address)?);
+                let _ = self.book.set(book.clone());
+                Ok(book)
+            }
+            Message::Refused { reason } => {
+                Err(RendezvousError::Refused { address: address(), reason })
+            }
+            other => Err(broken(format!("expected the book, got {}", other.name()))),
+        }
+    }
+
+    /// Says `message` and waits for its answer. The coordinator has `patience`, and a little more
+    /// for its words about who is missing. `watch` is asked ten times a second what the lanes know.
+    pub(crate) fn ask(
+        &self,
+        message: &Message,
+        patience: Duration,
+        watch: &dyn Fn() -> JobState,
+    ) -> Result<Message, LineError> {
+        let body = Body::new(message).map_err(|e| LineError::TooLarge(e.to_string()))?;
+        let mut wait = Wait::new(patience, watch);
+        let (tell, told) = channel();
+        let request = {
+            let mut state = self.shared.lock();
+            if let Some(gone) = &state.gone {
+                return Err(gone.words());
+            }
+            state.next += 1;
+            let request = state.next;
+            state.asking.insert(request, tell);
+            request
+        };
+        let _asking = Asking { shared: &self.shared, request };
+        match self.write(&body, Some(request), &mut wait) {
+            // The reading thread knows best why: it is about to say so.
+            Ok(()) | Err(LineError::Gone(_)) => {}
+            Err(error) => return Err(error),
+        }
+        loop {
+            match told.recv_timeout(wait.stretch()?) {
+                Ok(answer) => return Ok(answer),
+                Err(RecvTimeoutError::Timeout) => {}
+                Err(RecvTimeoutError::Disconnected) => {
+                    let gone = self.shared.lock().gone.clone();
+                    return Err(wait.instead_of(gone.unwrap_or(Gone::Stopped).words()));
+                }
+            }
+        }
+    }
+
+    /// What ends the wait for other nodes: one of them is lost, or the coordinator has died.
+    pub(crate) fn trouble(&self) -> Option<Error> {
+        let state = self.shared.lock();
+        if let Some((node, how)) = &state.lost {
+            let (node, how) = (self.name(*node), how.clone());
+            return Some(Error::Lost { node, how, awaited: None });
+        }
+        match &state.gone {
+            Some(Gone::Died(why)) => {
+                let (address, why) = (self.address.clone(), format!("it has died: {why}"));
+                Some(RendezvousError::Broken { address, why }.into())
+            }
+            Some(Gone::Stopped) | None => None,
+        }
+    }
+
+    /// Becomes true when there is [trouble](Self::trouble).
+    pub(crate) fn alarm(&self) -> &Arc<AtomicBool> {
+        &self.shared.alarm
+    }
+
+    /// Leaves the job because of `reason`, which the coordinator passes on to everybody.
+    pub(crate) fn give_up(&self, reason: String) {
+        self.leave(Some(reason));
+    }
+
+    pub(crate) fn me(&self) -> NodeId {
+        self.me
+    }
+
+    /// `host:port` of the coordinator.
+    pub(crate) fn address(&self) -> &str {
+        &self.address
+    }
+
+    /// What `node` is called, once the book is there.
+    pub(crate) fn name(&self, node: NodeId) -> String {
+        self.cluster().map_or_else(|| format!("node {node}"), |cluster| cluster.name(node))
+    }
+
+    /// Number of workers, once the book is there.
+    pub(crate) fn workers(&self) -> usize {
+        self.cluster().map_or(0, Cluster::workers)
+    }
+
+    fn cluster(&self) -> Option<&Cluster> {
+        self.book.get().map(|book| &book.cluster)
+    }
+
+    /// Writes a whole frame. One that is given up half-way leaves the line useless.
+    fn write(
+        &self,
+        body: &Body,
+        request: Option<u64>,
+        wait: &mut Wait<'_>,
+    ) -> Result<(), LineError> {
+        let (head, rest) = body.frame(self.me, request);
+        let mut writer = self.writer.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut begun = false;
+        for mut bytes in [&head[..], rest] {
+            while !bytes.is_empty() {
+                let stretch = wait.stretch().inspect_err(|_| {
+                    if begun {
+                        writer.hang_up();
+                    }
+                })?;
+                writer.set_deadline(Some(Instant::now() + stretch));
+                match writer.write(bytes) {
+                    Ok(count) => (begun, bytes) = (true, &bytes[count..]),
+                    Err(e) if matches!(e.kind(), ErrorKind::TimedOut | ErrorKind::Interrupted) => {}
+                    Err(e) => {
+                        writer.hang_up();
+                        return Err(LineError::Gone(e.to_string()));
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn leave(&self, reason: Option<String>) {
+        let mut state = self.shared.lock();
+        if std::mem::replace(&mut state.left, true) || state.gone.is_some() {
+            return;
+        }
+        drop(state);
+        let Ok(body) = Body::new(&Message::Leave { reason }) else { return };
+        // Whoever does not hear it sees the connection end.
+        let _ = self.write(&body, None, &mut Wait::new(Duration::ZERO, &|| JobState::Running));
+    }
+}
+
+impl Drop for ControlLine {
+    fn drop(&mut self) {
+        if std::process::id() != self.owner {
+            return;
+        }
+        self.leave(None);
+        self.writer.get_mut().unwrap_or_else(PoisonError::into_inner).hang_up();
+        if let Some(reader) = self.reader.take() {
+            // It has nothing to read any more.
+            let _ = reader.join();
+        }
+    }
+}
+
+/// A book of another version need not have the same fields: its version is read first.
+fn read_book(book: Value, address: &str) -> Result<Book, RendezvousError> {
+    let address = address.to_string();
+    let theirs = book.get("version").and_then(Value::as_u64).unwrap_or(0);
+    if theirs != u64::from(BOOK_VERSION) {
+        return Err(RendezvousError::Book { address, theirs, ours: BOOK_VERSION });
+    }
+    serde_json::from_value(book).map_err(|e| RendezvousError::Broken {
+        address,
+        why: format!("the book cannot be read: {e}"),
+    })
+}
+
+impl Shared {
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Hands out what the coordinator says, until the connection ends.
+    fn listen(&self, mut reader: Half) {
+        let mut stopping = false;
+        let why = loop {
+            let Numbered { request, message } = match receive(&mut reader) {
+                Ok(heard) => heard,
+                Err(error) => break error.to_string(),
+            };
+            let mut state = self.lock();
+            match (request, message) {
+                (Some(request), answer) => {
+                    // Whoever has given up waiting does not want it any more.
+                    if let Some(asker) = state.asking.remove(&request) {
+                        let _ = asker.send(answer);
+                    }
+                }
+                (None, Message::Lost { node, why }) => {
+                    state.lost.get_or_insert((node, why));
+                    self.alarm.store(true, Ordering::Release);
+                }
+                (None, Message::Stopping) => stopping = true,
+                (None, other) => {
+                    tracing::debug!(
+                        "the coordinator said {}, which nobody asked for",
+                        other.name()
+                    );
+                }
+            }
+        };
+        let mut state = self.lock();
+        state.gone = Some(if stopping { Gone::Stopped } else { Gone::Died(why) });
+        if !stopping {
+            self.alarm.store(true, Ordering::Release);
+        }
+        // Those who ask hear that nobody answers any more.
+        state.asking.clear();
+    }
+}
+
+impl Gone {
+    fn words(&self) -> LineError {
+        LineError::Gone(match self {
+            Self::Stopped => "the coordinator has stopped".into(),
+            Self::Died(why) => why.clone(),
+        })
+    }
+}
+
+/// A request under way. Whoever stops waiting takes it off the list.
+struct Asking<'a> {
+    shared: &'a Shared,
+    request: u64,
+}
+
+impl Drop for Asking<'_> {
+    fn drop(&mut self) {
+        self.shared.lock().asking.remove(&self.request);
+    }
+}
+
+/// How long to wait, and whether it is worth while.
+struct Wait<'a> {
+    began: Instant,
+    deadline: Instant,
+    watch: &'a dyn Fn() -> JobState,
+    /// A node that has said goodbye: the deadline is a near one since.
+    departed: Option<NodeId>,
+}
+
+impl<'a> Wait<'a> {
+    fn new(patience: Duration, watch: &'a dyn Fn() -> JobState) -> Self {
+        let began = Instant::now();
+        // A patience that no clock can count is as good as a year's.
+        let deadline =
+            began.checked_add(patience.saturating_add(LAST_WORDS)).unwrap_or(began + YEAR);
+        Self { began, deadline, watch, departed: None }
+    }
+
+    /// How long to wait before looking again.
+    fn stretch(&mut self) -> Result<Duration, LineError> {
+        let now = Instant::now();
+        match (self.watch)() {
+            JobState::Failed => return Err(LineError::Failed),
+            JobState::Departed(node) if self.departed.is_none() => {
+                self.departed = Some(node);
+                // It may have posted before it left, and the answer be under way.
+                self.deadline = self.deadline.min(now + LAST_WORDS);
+            }
+            JobState::Departed(_) | JobState::Running => {}
+        }
+        let left = self.deadline.saturating_duration_since(now);
+        if left.is_zero() {
+            return Err(self.instead_of(LineError::Overdue(self.began.elapsed())));
+        }
+        Ok(left.min(GLANCE))
+    }
+
+    /// A node that has left explains what follows from it.
+    fn instead_of(&self, error: LineError) -> LineError {
+        match self.departed {
+            Some(node) if (self.watch)() != JobState::Failed => LineError::Departed(node),
+            _ => error,
+        }
+    }
+}
+
+/// How often a wait looks whether the job has failed.
+const GLANCE: Duration = Duration::from_millis(100);
+/// The coordinator's patience begins later than ours, and ends with words about who is missing.
+const LAST_WORDS: Duration = Duration::from_secs(5);
+const YEAR: Duration = Duration::from_secs(365 * 24 * 3600);

@@ -1,0 +1,68 @@
+//! Small facts of all workers, through the coordinator.
+
+use crate::job::line::JobState;
+use crate::lane::Command;
+use crate::lane::board::Board;
+use crate::{Error, GatherError, Session};
+use serde_json::Value;
+use std::time::{Duration, Instant};
+
+impl Session {
+    /// Gives every worker the values of all workers, in rank order. Every worker calls it with the
+    /// same `topic`, and it returns when the last one has. A topic may be gathered again
+    /// afterwards, and threads may gather different topics at the same time.
+    ///
+    /// It is for small facts now and then: values go through the coordinator as JSON (so a float
+    /// must be finite), all of a topic's together at most 64 MiB.
+    ///
+    /// If a worker does not post within the session's time-out, the error names it, and the job
+    /// stops. If the job fails meanwhile, the error is why.
+    pub fn gather(&self, topic: &str, value: &Value) -> Result<Vec<Value>, Error> {
+        let board = &*self.parts.board;
+        board.failure().map_or(Ok(()), Err)?;
+        let why = match self.node.line.gather(topic, value, self.timeout, &|| board.state()) {
+            Ok(values) => return Ok(values),
+            Err(why) => why,
+        };
+        let error = Error::Gather { topic: topic.into(), why: why.clone() };
+        match why {
+            // This program's mistake; nothing is lost.
+            GatherError::TooLarge { .. } | GatherError::Refused { .. } => return Err(error),
+            GatherError::Missing { .. } | GatherError::Departed { .. } => {}
+            // Most likely the coordinator has died with its node: the lanes know which it was.
+            GatherError::Broken { .. } => {
+                if let Some(failure) = await_failure(board) {
+                    return Err(failure);
+                }
+            }
+        }
+        // The others would wait for this worker, here or in their next step.
+        self.parts.command_all(|| Command::Abort(error.to_string()));
+        Err(error)
+    }
+}
+
+impl Board {
+    /// What matters to somebody who waits for the coordinator.
+    pub(crate) fn state(&self) -> JobState {
+        if self.failure().is_some() {
+            return JobState::Failed;
+        }
+        self.departed().map_or(JobState::Running, JobState::Departed)
+    }
+}
+
+/// Why the job has failed, if that is known now or soon.
+pub(super) fn await_failure(board: &Board) -> Option<Error> {
+    let deadline = Instant::now() + ECHO;
+    while board.failure().is_none() && Instant::now() < deadline {
+        std::thread::sleep(GLANCE);
+    }
+    board.failure()
+}
+
+/// How often a wait looks whether the job has failed.
+const GLANCE: Duration = Duration::from_millis(100);
+/// How soon a death that cut a control connection is known to every lane: at once where there is a
+/// link to the dead node, and through a server elsewhere.
+const ECHO: Duration = Duration::from_secs(2);
