@@ -44,7 +44,7 @@ mod server;
 
 pub use collectives::Group;
 pub use error::Error;
-pub use job::book::{Book, Job, NodeFacts};
+pub use job::book::{Book, Job, NodeFacts, PlacedChunk, PlannedLayer};
 pub use job::config::{self, Config};
 pub use job::coordinator::{self, Coordinator};
 pub use job::gather::GatherError;

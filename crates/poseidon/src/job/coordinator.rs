@@ -5,7 +5,7 @@
 //! thread per control connection. No gradient ever passes through it.
 
 use crate::Error;
-use crate::job::book::{Book, lookup};
+use crate::job::book::{self, Book, lookup};
 use crate::job::control::{Answer, Join, Message, answer, frame, receive};
 use crate::job::gather::{Post, Rounds};
 use poseidon_core::wire::{NOBODY, Purpose, Status};
@@ -169,7 +169,8 @@ impl Drop for Conversation {
 }
 
 /// Asks the coordinator at `address` for `key` of the information book: a dotted path, empty for all
-/// of it. `None` if the key names nothing.
+/// of it. `plan` is a list of [`PlannedLayer`](crate::PlannedLayer)s, `chunks` one of
+/// [`PlacedChunk`](crate::PlacedChunk)s. `None` if the key names nothing.
 pub fn query(
     address: &str,
     credentials: &Credentials,
@@ -243,7 +244,7 @@ fn converse(mut conversation: Conversation, mut stream: Stream) {
     let shared = &conversation.shared;
     let answer = match message {
         Message::Join(join) => answer(&shared.join(*join, peer.clone())),
-        Message::Query { key } => answer(&Message::Answer { value: lookup(shared.tell(), &key) }),
+        Message::Query { key } => answer(&Message::Answer { value: shared.tell(&key) }),
         Message::Gather(post) => shared.gather(post),
         other => {
             let reason = format!("expected join, query or gather, got {}", other.name());
@@ -317,17 +318,23 @@ impl Shared {
         }
     }
 
-    /// What there is to know right now.
-    fn tell(&self) -> Value {
+    /// What there is to know right now under `key`.
+    fn tell(&self, key: &str) -> Option<Value> {
         let gathering = self.lock();
-        match &gathering.outcome {
-            Some(Ok(book)) => serde_json::to_value(&**book).unwrap_or(Value::Null),
+        let known = match &gathering.outcome {
+            Some(Ok(book)) => {
+                let book = book.clone();
+                // A large model's plan takes a while.
+                drop(gathering);
+                return book::query(&book, key);
+            }
             Some(Err(reason)) => json!({ "failed": reason }),
             None => json!({
                 "joined": gathering.joined.values().map(|(j, _)| &j.facts).collect::<Vec<_>>(),
                 "missing": gathering.missing(),
             }),
-        }
+        };
+        lookup(known, key)
     }
 }
 
