@@ -198,7 +198,7 @@ mod tests {
         let expected = "\
 layer     parameters  scheme  chunks  sent per step  why
 conv1            800  ps           2        6.00 kB  its gradient has no factors
-f\u{fffd}c          200.0K  sfb          2        6.00 kB  as told
+f\u{fffd}c           200.0K  sfb          2        6.00 kB  as told
 2 layers      200.8K               4        12.0 kB
 ";
         assert_eq!(table, expected);
