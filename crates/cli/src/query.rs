@@ -57,8 +57,12 @@ pub(crate) fn run(args: Args) -> anyhow::Result<ExitCode> {
     let ask = |key: &str| Ok(query(&address, &credentials, key, patience)?);
     let Some(answer) = ask(&args.key)? else { bail!(what_there_is(&args.key, ask)?) };
     match &*args.key {
-        "plan" if !args.json => print!("{}", plan_table(&serde_json::from_value(answer)?)),
-        "chunks" if !args.json => print!("{}", chunk_table(&serde_json::from_value(answer)?)),
+        "plan" if !args.json => {
+            print!("{}", plan_table(&serde_json::from_value::<Vec<_>>(answer)?))
+        }
+        "chunks" if !args.json => {
+            print!("{}", chunk_table(&serde_json::from_value::<Vec<_>>(answer)?))
+        }
         _ => println!("{answer:#}"),
     }
     Ok(ExitCode::SUCCESS)
@@ -96,7 +100,7 @@ fn what_there_is(
     Ok(format!("there is nothing under '{key}': {place} {there}"))
 }
 
-fn plan_table(layers: &Vec<PlannedLayer>) -> String {
+fn plan_table(layers: &[PlannedLayer]) -> String {
     let header = ["layer", "parameters", "scheme", "chunks", "sent per step", "why"];
     let row = |layer: &PlannedLayer| {
         [
@@ -121,7 +125,7 @@ fn plan_table(layers: &Vec<PlannedLayer>) -> String {
     table(header, [false, true, false, true, true, false], rows)
 }
 
-fn chunk_table(chunks: &Vec<PlacedChunk>) -> String {
+fn chunk_table(chunks: &[PlacedChunk]) -> String {
     let header = ["layer", "chunk", "elements", "node", "lane"];
     let row = |chunk: &PlacedChunk| {
         [
@@ -191,7 +195,7 @@ mod tests {
             bytes_per_node: 6_000,
             reason: reason.into(),
         };
-        let table = plan_table(&vec![
+        let table = plan_table(&[
             layer("conv1", 800, Scheme::Ps, "its gradient has no factors"),
             layer("f\u{1b}c", 200_000, Scheme::Sfb, "as told"),
         ]);
@@ -218,7 +222,7 @@ f\u{fffd}c           200.0K  sfb          2        6.00 kB  as told
 layer  chunk      elements  node  lane
 fc         3  65536..65546     1     2
 ";
-        assert_eq!(chunk_table(&vec![chunk]), expected);
+        assert_eq!(chunk_table(&[chunk]), expected);
     }
 
     #[test]
