@@ -1,21 +1,33 @@
 //! `poseidon query`: asks a running job's coordinator.
 
-use anyhow::{Context, bail};
-use poseidon::Config;
+use crate::train::report::units;
+use crate::train::screen::printable;
+use anyhow::bail;
 use poseidon::coordinator::query;
+use poseidon::{Config, PlacedChunk, PlannedLayer};
+use serde_json::Value;
 use std::process::ExitCode;
 use std::time::Duration;
+use unicode_width::UnicodeWidthStr;
 
-/// Ask a running job's coordinator for the information book: nodes, addresses, layers, plan facts.
+/// Ask a running job's coordinator for the information book: nodes, addresses, layers, the plan.
+///
+/// KEY is a dotted path into the book (identity, epoch, cluster, nodes, job), or into what follows from
+/// it: 'plan' is how each layer is synchronised and why, 'chunks' where each chunk lives. These two are
+/// tables, everything else and everything below them is JSON.
 ///
 /// Takes the coordinator's address and the secret from the job's environment (POSEIDON_COORDINATOR,
 /// POSEIDON_SECRET, POSEIDON_CLUSTER), unless they are given.
 #[derive(clap::Args, Debug)]
 #[command(after_help = EXAMPLES)]
 pub(crate) struct Args {
-    /// A dotted path into the book; without it, all of it.
+    /// A dotted path such as job.layers.0.name, 'plan' or 'chunks'; without it, the whole book.
     #[arg(default_value = "")]
     key: String,
+
+    /// Print 'plan' and 'chunks' as JSON, too.
+    #[arg(long)]
+    json: bool,
 
     /// The coordinator's address.
     #[arg(long, value_name = "HOST:PORT")]
@@ -30,7 +42,7 @@ pub(crate) struct Args {
     patience: u64,
 }
 
-/// Prints the answer as JSON.
+/// Prints the answer.
 pub(crate) fn run(args: Args) -> anyhow::Result<ExitCode> {
     let mut config = Config::from_env()?;
     config.cluster = args.cluster.unwrap_or(config.cluster);
@@ -40,17 +52,205 @@ pub(crate) fn run(args: Args) -> anyhow::Result<ExitCode> {
             "no coordinator to ask: give --coordinator HOST:PORT, or run inside a job's environment"
         );
     }
+    let credentials = config.credentials();
     let patience = Duration::from_secs(args.patience);
-    let answer = query(&address, &config.credentials(), &args.key, patience)?;
-    let answer = answer.with_context(|| format!("the book has nothing under '{}'", args.key))?;
-    println!("{answer:#}");
+    let ask = |key: &str| Ok(query(&address, &credentials, key, patience)?);
+    let Some(answer) = ask(&args.key)? else { bail!(what_there_is(&args.key, ask)?) };
+    match &*args.key {
+        "plan" if !args.json => {
+            print!("{}", plan_table(&serde_json::from_value::<Vec<_>>(answer)?))
+        }
+        "chunks" if !args.json => {
+            print!("{}", chunk_table(&serde_json::from_value::<Vec<_>>(answer)?))
+        }
+        _ => println!("{answer:#}"),
+    }
     Ok(ExitCode::SUCCESS)
+}
+
+/// Why `key` has no answer: how far the path leads, and what goes on from there.
+fn what_there_is(
+    key: &str,
+    ask: impl Fn(&str) -> anyhow::Result<Option<Value>>,
+) -> anyhow::Result<String> {
+    let mut known = key;
+    let value = loop {
+        known = known.rsplit_once('.').map_or("", |(before, _)| before);
+        if let Some(value) = ask(known)? {
+            break value;
+        }
+        if known.is_empty() {
+            return Ok(format!("the coordinator has nothing under '{key}', and nothing else"));
+        }
+    };
+    let there = match &value {
+        Value::Object(fields) => {
+            let mut keys: Vec<_> = fields.keys().map(|key| printable(key)).collect();
+            // A book has a plan; a job that has not started has none.
+            if known.is_empty() && fields.contains_key("job") {
+                keys.extend(["plan".into(), "chunks".into()]);
+            }
+            format!("has {}", keys.join(", "))
+        }
+        Value::Array(items) if items.is_empty() => "is empty".into(),
+        Value::Array(items) => format!("has 0 to {}", items.len() - 1),
+        other => format!("is {other}, and has nothing below it"),
+    };
+    let place = if known.is_empty() { "the book".into() } else { format!("'{known}'") };
+    Ok(format!("there is nothing under '{key}': {place} {there}"))
+}
+
+fn plan_table(layers: &[PlannedLayer]) -> String {
+    let header = ["layer", "parameters", "scheme", "chunks", "sent per step", "why"];
+    let row = |layer: &PlannedLayer| {
+        [
+            printable(&layer.layer),
+            units::count(layer.parameters as u64),
+            layer.scheme.to_string(),
+            layer.chunks.to_string(),
+            units::bytes(layer.bytes_per_node as u64),
+            printable(&layer.reason),
+        ]
+    };
+    let sum = |of: fn(&PlannedLayer) -> usize| layers.iter().map(of).sum::<usize>();
+    let total = [
+        units::plural(layers.len() as u64, "layer"),
+        units::count(sum(|l| l.parameters) as u64),
+        String::new(),
+        sum(|l| l.chunks).to_string(),
+        units::bytes(sum(|l| l.bytes_per_node) as u64),
+        String::new(),
+    ];
+    let rows = layers.iter().map(row).chain([total]);
+    table(header, [false, true, false, true, true, false], rows)
+}
+
+fn chunk_table(chunks: &[PlacedChunk]) -> String {
+    let header = ["layer", "chunk", "elements", "node", "lane"];
+    let row = |chunk: &PlacedChunk| {
+        [
+            printable(&chunk.layer),
+            chunk.chunk.to_string(),
+            format!("{}..{}", chunk.start, chunk.start + chunk.len),
+            chunk.node.to_string(),
+            chunk.lane.to_string(),
+        ]
+    };
+    table(header, [false, true, true, true, true], chunks.iter().map(row))
+}
+
+/// Columns that line up; `numeric` ones to the right.
+fn table<const N: usize>(
+    header: [&str; N],
+    numeric: [bool; N],
+    rows: impl Iterator<Item = [String; N]>,
+) -> String {
+    let rows: Vec<_> = std::iter::once(header.map(String::from)).chain(rows).collect();
+    let widths: [usize; N] =
+        std::array::from_fn(|i| rows.iter().map(|row| row[i].width()).max().unwrap_or(0));
+    let mut text = String::new();
+    for row in rows {
+        let mut line = String::new();
+        for (i, cell) in row.iter().enumerate() {
+            let padding = " ".repeat(widths[i] - cell.width());
+            let parts = if numeric[i] { [&padding, cell] } else { [cell, &padding] };
+            line.extend(parts.map(String::as_str));
+            line.push_str("  ");
+        }
+        text.push_str(line.trim_end());
+        text.push('\n');
+    }
+    text
 }
 
 const EXAMPLES: &str = "\
 Examples:
-  What does a worker's job look like, from inside it?
-    poseidon launch -n 2 -- sh -c '[ $RANK = 1 ] || ./train & poseidon query cluster; wait'
+  How is each layer of a running job synchronised, and why?
+    poseidon query plan --coordinator node1:29501
 
-  Where does node 3 listen?
-    poseidon query nodes.3.tcp --coordinator node1:29501";
+  Which node and lane has which elements of which layer? How many chunks has node 3?
+    poseidon query chunks
+    poseidon query chunks --json | jq 'map(select(.node == 3)) | length'
+
+  One fact, for a script: the first layer's scheme, or where node 3 listens.
+    poseidon query plan.0.scheme
+    poseidon query nodes.3.tcp
+
+  What does a worker's job look like, from inside it?
+    poseidon launch -n 2 -- sh -c '[ $RANK = 1 ] || ./train & poseidon query cluster; wait'";
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use poseidon::{NodeId, Scheme};
+    use serde_json::json;
+
+    #[test]
+    fn the_plan_is_a_table_that_lines_up() {
+        let layer = |layer: &str, parameters, scheme, reason: &str| PlannedLayer {
+            layer: layer.into(),
+            parameters,
+            scheme,
+            chunks: 2,
+            bytes_per_node: 6_000,
+            reason: reason.into(),
+        };
+        let table = plan_table(&[
+            layer("conv1", 800, Scheme::Ps, "its gradient has no factors"),
+            layer("f\u{1b}c", 200_000, Scheme::Sfb, "as told"),
+        ]);
+        let expected = "\
+layer     parameters  scheme  chunks  sent per step  why
+conv1            800  ps           2        6.00 kB  its gradient has no factors
+f\u{fffd}c           200.0K  sfb          2        6.00 kB  as told
+2 layers      200.8K               4        12.0 kB
+";
+        assert_eq!(table, expected);
+    }
+
+    #[test]
+    fn chunks_are_a_table_of_elements_and_shards() {
+        let chunk = PlacedChunk {
+            layer: "fc".into(),
+            chunk: 3,
+            start: 65536,
+            len: 10,
+            node: NodeId(1),
+            lane: poseidon_core::LaneId(2),
+        };
+        let expected = "\
+layer  chunk      elements  node  lane
+fc         3  65536..65546     1     2
+";
+        assert_eq!(chunk_table(&[chunk]), expected);
+    }
+
+    #[test]
+    fn a_wrong_key_hears_which_ones_there_are() {
+        let book = json!({ "job": { "layers": [1, 2] }, "epoch": 1 });
+        let ask = |key: &str| {
+            Ok(match key {
+                "" => Some(book.clone()),
+                "job" => Some(book["job"].clone()),
+                "job.layers" => Some(book["job"]["layers"].clone()),
+                "epoch" => Some(1.into()),
+                _ => None,
+            })
+        };
+        let words = |key| what_there_is(key, ask).unwrap();
+        assert_eq!(
+            words("plam.0.scheme"),
+            "there is nothing under 'plam.0.scheme': the book has epoch, job, plan, chunks"
+        );
+        assert_eq!(words("job.layer.0"), "there is nothing under 'job.layer.0': 'job' has layers");
+        assert_eq!(
+            words("job.layers.2"),
+            "there is nothing under 'job.layers.2': 'job.layers' has 0 to 1"
+        );
+        assert!(words("epoch.x").ends_with("'epoch' is 1, and has nothing below it"));
+        let early = what_there_is("plan", |key| {
+            Ok(key.is_empty().then(|| json!({ "joined": [], "missing": ["worker 1"] })))
+        });
+        assert!(early.unwrap().ends_with("the book has joined, missing"));
+    }
+}

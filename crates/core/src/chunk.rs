@@ -3,6 +3,7 @@
 use crate::LayerId;
 use serde::{Deserialize, Serialize};
 use std::ops::Range;
+use std::{fmt, str::FromStr};
 
 /// Names one chunk of the job.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -39,6 +40,43 @@ impl Default for ChunkSize {
         Self { min: 32 << 10, max: 256 << 10 }
     }
 }
+
+/// The largest chunk, as people say it: `256k`, `2m`, or a number of bytes.
+impl fmt::Display for ChunkSize {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.max {
+            max if max > 0 && max % (1 << 20) == 0 => write!(f, "{}m", max >> 20),
+            max if max > 0 && max % (1 << 10) == 0 => write!(f, "{}k", max >> 10),
+            max => max.fmt(f),
+        }
+    }
+}
+
+/// Chunks of at most `4096`, `256k` or `2MB` (powers of 1024).
+impl FromStr for ChunkSize {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let wrong =
+            || format!("expected a number of bytes such as 262144, 256k or 1m, got '{text}'");
+        let lower = text.to_ascii_lowercase();
+        let (number, factor) = match lower.trim_end_matches("ib").trim_end_matches('b') {
+            number if number.ends_with('k') => (&number[..number.len() - 1], 1usize << 10),
+            number if number.ends_with('m') => (&number[..number.len() - 1], 1 << 20),
+            number => (number, 1),
+        };
+        let number: usize = number.parse().map_err(|_| wrong())?;
+        let bytes = number.checked_mul(factor).ok_or_else(wrong)?;
+        if !(SMALLEST..=LARGEST).contains(&bytes) {
+            return Err(format!("a chunk has from {SMALLEST} to {LARGEST} bytes, got {bytes}"));
+        }
+        Ok(Self::at_most(bytes))
+    }
+}
+
+/// What can be asked for in words. Below, there are more headers than numbers; above, a frame is too long for the wire.
+const SMALLEST: usize = 1 << 10;
+const LARGEST: usize = 1 << 30;
 
 /// How one layer is cut.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -153,6 +191,20 @@ mod tests {
     fn a_large_layer_gives_every_shard_as_many_chunks() {
         let chunks = Chunks::even(25_000_000, ChunkSize::default(), 8).unwrap();
         assert_eq!(chunks.count() % 8, 0);
+    }
+
+    #[test]
+    fn chunk_sizes_round_trip_through_text() {
+        for (text, max) in [("2m", 2 << 20), ("96k", 96 << 10), ("1030", 1030)] {
+            assert_eq!(text.parse(), Ok(ChunkSize::at_most(max)));
+            assert_eq!(ChunkSize::at_most(max).to_string(), text);
+        }
+        assert_eq!("2MB".parse(), Ok(ChunkSize::at_most(2 << 20)));
+        assert_eq!("256KiB".parse(), Ok(ChunkSize::default()));
+        for bad in ["", "k", "0", "-1k", "1023", "2g", "1.5m", "99999999999999999999m"] {
+            let error = bad.parse::<ChunkSize>().unwrap_err();
+            assert!(error.contains("bytes"), "{error}");
+        }
     }
 
     #[test]

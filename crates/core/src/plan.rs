@@ -7,6 +7,7 @@ use crate::{
     ChunkKey, ChunkSize, Chunks, Cluster, Epoch, LaneId, Layer, LayerId, LayerKind, NodeId,
 };
 use serde::{Deserialize, Serialize};
+use std::{fmt, str::FromStr};
 
 /// The part of the store that one lane of one server node holds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -27,6 +28,27 @@ pub enum Placement {
     /// Whole layers in turn: what frameworks that shard by tensor do. A comparator
     /// (Poseidon 2017 §5.3), not a choice for real work.
     PerTensor,
+}
+
+impl fmt::Display for Placement {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Balanced => "balanced",
+            Self::PerTensor => "per-tensor",
+        })
+    }
+}
+
+impl FromStr for Placement {
+    type Err = String;
+
+    fn from_str(s: &str) -> Result<Self, String> {
+        match s {
+            "balanced" => Ok(Self::Balanced),
+            "per-tensor" => Ok(Self::PerTensor),
+            _ => Err(format!("expected 'balanced' or 'per-tensor', got '{s}'")),
+        }
+    }
 }
 
 /// What a plan follows besides the cluster and the layers.
@@ -398,6 +420,16 @@ mod tests {
             let (least, most) = (sent.iter().min().unwrap(), sent.iter().max().unwrap());
             assert!(*most as f64 / *least as f64 <= 1.005, "{workers} x {lanes}: {sent:?}");
         }
+    }
+
+    #[test]
+    fn placements_round_trip_through_text() {
+        for placement in [Placement::Balanced, Placement::PerTensor] {
+            assert_eq!(placement.to_string().parse(), Ok(placement));
+            let text = serde_json::to_string(&placement).unwrap();
+            assert_eq!(text, format!("\"{placement}\""));
+        }
+        assert!("pertensor".parse::<Placement>().unwrap_err().contains("'pertensor'"));
     }
 
     /// A frame to every node is not worth a few bytes.

@@ -77,7 +77,7 @@ pub(crate) struct Flags {
     overlap: Option<Overlap>,
 
     /// Largest chunk of a layer, in bytes: 256k, 1m.
-    #[arg(long, value_name = "BYTES", value_parser = chunk, allow_hyphen_values = true, help_heading = EXCHANGE)]
+    #[arg(long, value_name = "BYTES", allow_hyphen_values = true, help_heading = EXCHANGE)]
     chunk: Option<ChunkSize>,
 }
 
@@ -228,25 +228,6 @@ pub(crate) fn duration(text: &str) -> Result<Duration, String> {
     Duration::try_from_secs_f64(seconds).map_err(|_| wrong())
 }
 
-/// `4096`, `256k`, `1m`.
-fn chunk(text: &str) -> Result<ChunkSize, String> {
-    let wrong = || format!("expected a number of bytes such as 262144, 256k or 1m, got '{text}'");
-    let lower = text.to_ascii_lowercase();
-    let (number, factor) = match lower.trim_end_matches("ib").trim_end_matches('b') {
-        number if number.ends_with('k') => (&number[..number.len() - 1], 1usize << 10),
-        number if number.ends_with('m') => (&number[..number.len() - 1], 1 << 20),
-        number => (number, 1),
-    };
-    let number: usize = number.parse().map_err(|_| wrong())?;
-    let bytes = number.checked_mul(factor).ok_or_else(wrong)?;
-    if !(SMALLEST_CHUNK..=LARGEST_CHUNK).contains(&bytes) {
-        return Err(format!(
-            "a chunk has from {SMALLEST_CHUNK} to {LARGEST_CHUNK} bytes, got {bytes}"
-        ));
-    }
-    Ok(ChunkSize::at_most(bytes))
-}
-
 const DEFAULT_MODEL: &str = "vgg19";
 const PAPER: &str = "paper-2017";
 const MODEL: &str = "What is trained";
@@ -257,6 +238,3 @@ const EXCHANGE: &str = "How layers are exchanged";
 const MOST_SAMPLES: usize = 1 << 24;
 /// To the moon takes 1.3.
 const LONGEST_LATENCY: f64 = 10.0;
-/// Below, there are more headers than numbers; above, a frame is too long for the wire.
-const SMALLEST_CHUNK: usize = 1 << 10;
-const LARGEST_CHUNK: usize = 1 << 30;

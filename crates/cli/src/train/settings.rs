@@ -3,7 +3,7 @@
 use super::inputs::Inputs;
 use anyhow::{Context, bail, ensure};
 use poseidon::config::Carriers;
-use poseidon::{Config, Optimizer, Policy, Servers};
+use poseidon::{ChunkSize, Config, Optimizer, Placement, Policy, Servers};
 use poseidon_nn::data::{self, Samples, Source, Split};
 use poseidon_nn::train::{Overlap, Task};
 use poseidon_nn::{Model, Schedule};
@@ -99,6 +99,16 @@ pub(crate) struct Flags {
     #[arg(long, value_name = "none|backward|full", help_heading = SYNC)]
     overlap: Option<Overlap>,
 
+    /// Largest chunk of a layer, such as 64k or 2MB. The default suits the cache and the wire; 2MB is the
+    /// 2017 paper's, to see what that is worth [default: 256k].
+    #[arg(long, value_name = "SIZE", help_heading = SYNC)]
+    chunk: Option<ChunkSize>,
+
+    /// How chunks are spread over servers: 'balanced' gives each as many bytes; 'per-tensor' puts whole
+    /// layers on one server each, as other frameworks do, to see what that costs [default: balanced].
+    #[arg(long, value_name = "balanced|per-tensor", help_heading = SYNC)]
+    placement: Option<Placement>,
+
     /// Consistency: 'bsp' is all there is so far [default: bsp].
     #[arg(long, value_name = "bsp", hide_possible_values = true, help_heading = SYNC)]
     sync: Option<Consistency>,
@@ -116,7 +126,7 @@ pub(crate) struct Flags {
     report: Option<PathBuf>,
 
     /// Train in this process without Poseidon: what its overhead is measured against.
-    #[arg(long, conflicts_with_all = ["workers", "servers", "scheme", "overlap"], help_heading = SYNC)]
+    #[arg(long, conflicts_with_all = ["workers", "servers", "scheme", "overlap", "chunk", "placement"], help_heading = SYNC)]
     bare: bool,
 }
 
@@ -149,6 +159,9 @@ pub(crate) struct Settings {
     pub(super) test: Test,
     pub(super) scheme: Policy,
     pub(super) overlap: Overlap,
+    #[serde(with = "text")]
+    pub(super) chunk: ChunkSize,
+    pub(super) placement: Placement,
     pub(super) sync: Consistency,
     pub(super) deterministic: bool,
     pub(super) verify_replicas: bool,
@@ -211,6 +224,8 @@ impl Default for Settings {
             test: Test::Epoch,
             scheme: Policy::Auto,
             overlap: Overlap::Full,
+            chunk: ChunkSize::default(),
+            placement: Placement::default(),
             sync: Consistency::Bsp,
             deterministic: false,
             verify_replicas: false,
@@ -233,7 +248,7 @@ impl Settings {
             };
         }
         take!(workers, servers, threads_per_worker, link, model, data, partition, batch, lr);
-        take!(schedule, optimizer, seed, test, scheme, overlap, sync, report);
+        take!(schedule, optimizer, seed, test, scheme, overlap, chunk, placement, sync, report);
         settings.lanes = flags.lanes.or(settings.lanes);
         settings.steps = flags.steps.or(settings.steps);
         if let Some(epochs) = flags.epochs {
@@ -408,9 +423,12 @@ mod tests {
 
     #[test]
     fn what_is_printed_can_be_read_back() {
-        let settings = Settings { steps: Some(7), lanes: Some(2), ..Settings::default() };
+        let (chunk, placement) = (ChunkSize::at_most(2 << 20), Placement::PerTensor);
+        let settings =
+            Settings { steps: Some(7), lanes: Some(2), chunk, placement, ..Settings::default() };
         let text = settings.to_toml().unwrap();
         assert_eq!(toml::from_str::<Settings>(&text).unwrap(), settings, "{text}");
+        assert!(text.contains("chunk = \"2m\"\nplacement = \"per-tensor\""), "{text}");
     }
 
     #[test]
@@ -439,6 +457,13 @@ mod tests {
         let mut file = tempfile::NamedTempFile::new().unwrap();
         file.write_all(b"batch = 32\nbathc = 7\n").unwrap();
         says(Flags { config: Some(file.path().to_owned()), ..Flags::default() }, "bathc");
+        for (line, words) in
+            [("chunk = \"3\"", "from 1024 to"), ("placement = \"even\"", "per-tensor")]
+        {
+            let mut file = tempfile::NamedTempFile::new().unwrap();
+            file.write_all(line.as_bytes()).unwrap();
+            says(Flags { config: Some(file.path().to_owned()), ..Flags::default() }, words);
+        }
         let unknown = Settings { model: "resnet-9000".into(), ..Settings::default() };
         let error = unknown.model().unwrap_err().to_string();
         assert!(error.contains("resnet-9000") && error.contains("cifar10-quick"), "{error}");

@@ -24,6 +24,8 @@ pub(super) fn run(settings: &Settings, config: Config, json: bool) -> anyhow::Re
     let builder = Session::builder(config)
         .scheme(settings.scheme)
         .deterministic(settings.deterministic)
+        .chunk_size(settings.chunk)
+        .placement(settings.placement)
         .learning_rate(settings.lr);
     let session = task.describe(builder)?.start()?;
     drive(settings, Worker::join(&task, session)?, inputs, json)

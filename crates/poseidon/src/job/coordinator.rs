@@ -5,7 +5,6 @@
 //! control connection that reads, and one that watches the time. Decisions are made by [`Joining`],
 //! [`Rounds`] and [`Openings`], which know of no sockets. No gradient ever passes through it.
 
-use crate::job::book::lookup;
 use crate::job::control::{Asker, Body, Message, Numbered, Reply, receive};
 use crate::job::gather::{self, Post};
 use crate::job::joining::Joining;
@@ -126,7 +125,8 @@ impl Drop for Coordinator {
 }
 
 /// Asks the coordinator at `address` for `key` of the information book: a dotted path, empty for all
-/// of it. `None` if the key names nothing.
+/// of it. `plan` is a list of [`PlannedLayer`](crate::PlannedLayer)s, `chunks` one of
+/// [`PlacedChunk`](crate::PlacedChunk)s. `None` if the key names nothing.
 pub fn query(
     address: &str,
     credentials: &Credentials,
@@ -332,7 +332,7 @@ impl State {
                 replies
             }
             Message::Query { key } => {
-                let value = lookup(self.joining.tell(), &key);
+                let value = self.joining.tell(&key);
                 vec![Reply::new(asker, &Message::Answer { value })]
             }
             Message::Gather(post) => self.handle_gather(asker, post, now),

@@ -1,6 +1,6 @@
 //! Who has joined so far, and what becomes of it: pure decisions of the coordinator.
 
-use crate::job::book::{BOOK_VERSION, Book};
+use crate::job::book::{BOOK_VERSION, Book, lookup, query};
 use crate::job::control::{Asker, Join, Message, Reply};
 use poseidon_core::{Cluster, Epoch, JobId, NodeId};
 use serde_json::{Value, json};
@@ -163,16 +163,17 @@ impl Joining {
         self.joined.values().map(|joined| Asker { request: None, ..joined.asker })
     }
 
-    /// What there is to know right now.
-    pub(crate) fn tell(&self) -> Value {
-        match &self.outcome {
-            Some(Ok(book)) => serde_json::to_value(&**book).unwrap_or(Value::Null),
+    /// What there is to know right now under `key`.
+    pub(crate) fn tell(&self, key: &str) -> Option<Value> {
+        let known = match &self.outcome {
+            Some(Ok(book)) => return query(book, key),
             Some(Err(reason)) => json!({ "failed": reason }),
             None => json!({
                 "joined": self.joined.values().map(|j| &j.join.facts).collect::<Vec<_>>(),
                 "missing": self.missing().into_iter().map(|(_, name)| name).collect::<Vec<_>>(),
             }),
-        }
+        };
+        lookup(known, key)
     }
 
     fn admit(
@@ -427,7 +428,7 @@ mod tests {
         assert!(reason(&twin[0]).contains("joined already, from address 11"), "{twin:?}");
         assert!(joining.handle_closed(12, now).is_empty(), "the twin was never in");
         assert!(joining.handle_closed(11, now).is_empty());
-        assert_eq!(joining.tell()["missing"], json!(["worker 1", "worker 2"]));
+        assert_eq!(joining.tell("missing"), Some(json!(["worker 1", "worker 2"])));
         assert_eq!(join(&mut joining, 1, 13, now + seconds(9)), []);
         assert_eq!(joining.deadline(), Some(now + PATIENCE), "nobody is missed any more");
         let told = join(&mut joining, 2, 14, now + seconds(20));

@@ -129,7 +129,8 @@ impl Session {
         &self.parts.book
     }
 
-    /// Looks up a dotted path in the information book, such as `cluster.workers`.
+    /// Looks up a dotted path in the information book, such as `cluster.workers`, or in what follows from
+    /// it: `plan` and `chunks`.
     pub fn query(&self, key: &str) -> Option<Value> {
         book::query(&self.parts.book, key)
     }
