@@ -2,8 +2,8 @@
 //! gather small facts and open channels through it.
 //!
 //! It lives in worker 0's process, or in the launcher's; either way it is a listener, a thread per
-//! control connection that reads, and one that watches the time. Decisions are made by [`Joining`],
-//! [`Rounds`] and [`Openings`], which know of no sockets. No gradient ever passes through it.
+//! control connection that reads, and one that watches the time. Decisions are made by `Joining`,
+//! `Rounds` and `Openings`, which know of no sockets. No gradient ever passes through it.
 
 use crate::job::control::{Asker, Body, Message, Numbered, Reply, receive};
 use crate::job::gather::{self, Post};
