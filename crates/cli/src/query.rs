@@ -1,7 +1,7 @@
 //! `poseidon query`: asks a running job's coordinator.
 
-use crate::train::report::units;
-use crate::train::screen::printable;
+use crate::report::units;
+use crate::terminal::printable;
 use anyhow::bail;
 use poseidon::coordinator::query;
 use poseidon::{Config, PlacedChunk, PlannedLayer};

@@ -1,4 +1,4 @@
-use crate::stream::{NO_SIGNAL, remaining, timed_out};
+use crate::stream::{NO_SIGNAL, Stream, remaining, timed_out};
 use socket2::Socket;
 use std::ffi::c_int;
 use std::io::{self, ErrorKind, Read, Write};
@@ -16,8 +16,16 @@ pub struct Half {
     deadline: Option<Instant>,
 }
 
+impl Stream {
+    /// The connection as two threads want it, one of which reads. Made to last: a peer whose
+    /// machine is gone is noticed although nobody writes.
+    pub fn split(self) -> io::Result<(Half, Half)> {
+        Ok(Half::pair(self.into_lasting_socket()?))
+    }
+}
+
 impl Half {
-    pub(crate) fn pair(socket: Socket) -> (Self, Self) {
+    fn pair(socket: Socket) -> (Self, Self) {
         let socket = Arc::new(socket);
         (Self { socket: socket.clone(), deadline: None }, Self { socket, deadline: None })
     }

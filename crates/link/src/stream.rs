@@ -1,5 +1,5 @@
 use crate::shared::{self, SharedLink};
-use crate::{Carrier, Half, Link};
+use crate::{Carrier, Link};
 use mio::unix::SourceFd;
 use mio::{Interest, Registry, Token};
 use socket2::{Domain, Protocol, SockAddr, Socket, TcpKeepalive, Type};
@@ -71,14 +71,13 @@ impl Stream {
         self.into_link(shared::accept)
     }
 
-    /// The connection as two threads want it, one of which reads. Made to last: a peer whose
-    /// machine is gone is noticed although nobody writes.
-    pub fn split(self) -> io::Result<(Half, Half)> {
+    /// The socket of a connection that lasts: it notices by itself when the other machine is gone.
+    pub(crate) fn into_lasting_socket(self) -> io::Result<Socket> {
         if self.carrier == Carrier::Tcp {
             let probes = TcpKeepalive::new().with_time(IDLE).with_interval(PROBE);
             self.socket.set_tcp_keepalive(&probes.with_retries(PROBES))?;
         }
-        Ok(Half::pair(self.socket))
+        Ok(self.socket)
     }
 
     /// From now on, reads end soon after `cancelled` has become true.

@@ -15,7 +15,6 @@ use crate::job::line::ControlLine;
 use crate::job::rendezvous::{Joined, join};
 use poseidon_core::{ChannelId, LaneId, NodeId};
 use poseidon_link::Serving;
-use std::mem::ManuallyDrop;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -30,7 +29,7 @@ pub(crate) struct Node {
     /// By lane.
     lanes: Vec<Arc<Driver>>,
     /// What turns strangers away, and the coordinator if it is served here.
-    listeners: ManuallyDrop<(Serving, Option<Coordinator>)>,
+    listeners: Option<(Serving, Option<Coordinator>)>,
 }
 
 /// How long a node that leaves waits for the others to hear its last words.
@@ -51,7 +50,7 @@ impl Node {
             lanes.push(Driver::start(engine, epoch, name, core, crowded)?);
         }
         let config = config.clone();
-        let listeners = ManuallyDrop::new((serving, coordinator));
+        let listeners = Some((serving, coordinator));
         Ok(Arc::new(Self { me, config, book, line, lanes, listeners }))
     }
 
@@ -70,12 +69,11 @@ impl Drop for Node {
     fn drop(&mut self) {
         if self.lanes.iter().any(|lane| lane.check_owner().is_err()) {
             // A process forked from the node's has none of its threads, and the sockets are not its own.
+            std::mem::forget(self.listeners.take());
             return;
         }
         self.lanes.iter().for_each(|lane| lane.close());
         self.lanes.iter().for_each(|lane| lane.wait_stopped(LAST_WORDS));
-        // SAFETY: dropped here and nowhere else.
-        unsafe { ManuallyDrop::drop(&mut self.listeners) }
     }
 }
 
