@@ -181,8 +181,8 @@ impl ControlLine {
             return Some(Error::Lost { node, how, awaited: None });
         }
         match &state.gone {
-            Some(Gone::Died(why)) => {
-                let (address, why) = (self.address.clone(), format!("it has died: {why}"));
+            Some(died @ Gone::Died(_)) => {
+                let (address, why) = (self.address.clone(), died.words().to_string());
                 Some(RendezvousError::Broken { address, why }.into())
             }
             Some(Gone::Stopped) | None => None,
@@ -340,7 +340,7 @@ impl Gone {
     fn words(&self) -> LineError {
         LineError::Gone(match self {
             Self::Stopped => "the coordinator has stopped".into(),
-            Self::Died(why) => why.clone(),
+            Self::Died(why) => format!("it has died: {why}"),
         })
     }
 }
