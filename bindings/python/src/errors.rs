@@ -70,6 +70,8 @@ pub(crate) fn raise(py: Python<'_>, error: Error) -> PyErr {
         | Error::Bind(_)
         | Error::Connect { .. }
         | Error::Rendezvous(_)
+        | Error::Open { .. }
+        | Error::Descriptors(_)
         | Error::NeverConnected { .. } => ConnectionError::new_err(words),
         Error::Timeout { .. } | Error::Stalled { .. } | Error::Overdue { .. } => {
             TimeoutError::new_err(words)

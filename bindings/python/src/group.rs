@@ -20,7 +20,7 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<Work>()
 }
 
-/// Where the ranks of a group find each other: held by rank 0 until all have.
+/// Where the ranks of a group find each other: made by rank 0, and given to its group.
 #[pyclass(frozen, module = "poseidon._native")]
 struct Host {
     coordinator: Mutex<Option<Coordinator>>,
@@ -62,8 +62,13 @@ impl Host {
     }
 
     fn close(&self, py: Python<'_>) {
-        let coordinator = self.coordinator.lock().unwrap_or_else(PoisonError::into_inner).take();
-        py.detach(|| drop(coordinator));
+        py.detach(|| drop(self.take()));
+    }
+}
+
+impl Host {
+    fn take(&self) -> Option<Coordinator> {
+        self.coordinator.lock().unwrap_or_else(PoisonError::into_inner).take()
     }
 }
 
@@ -78,7 +83,10 @@ type Spec = (usize, usize, u8);
 
 #[pymethods]
 impl Group {
+    /// Joins the group that meets at `coordinator`. The rank that has made the `host` there gives it away.
     #[new]
+    #[pyo3(signature = (rank, coordinator, name, secret, names, patience, host=None))]
+    #[expect(clippy::too_many_arguments, reason = "keyword arguments of a Python function")]
     fn new(
         py: Python<'_>,
         rank: u16,
@@ -87,6 +95,7 @@ impl Group {
         secret: &str,
         names: Vec<String>,
         patience: f64,
+        host: Option<&Host>,
     ) -> PyResult<Self> {
         let secret = secret.parse().map_err(|e| PyValueError::new_err(format!("secret: {e}")))?;
         let size = u16::try_from(names.len()).map_err(|e| PyValueError::new_err(e.to_string()))?;
@@ -94,9 +103,30 @@ impl Group {
         let group = py.detach(|| {
             let mut config = Config::for_group(rank, size, coordinator, name, secret)?;
             config.connect_timeout = connect_timeout(patience)?;
-            poseidon::Group::start(&config, names)
+            let coordinator = host.and_then(Host::take);
+            poseidon::Group::start(&config, names, coordinator)
         });
         Ok(Self::wrap(group.map_err(|error| raise(py, error))?))
+    }
+
+    /// Another group among some ranks of this one, on the same links.
+    fn subgroup(
+        &self,
+        py: Python<'_>,
+        name: &str,
+        ranks: Vec<u16>,
+        names: Vec<String>,
+        patience: f64,
+    ) -> PyResult<Self> {
+        let patience = connect_timeout(seconds(patience)?).map_err(|error| raise(py, error))?;
+        let group = py.detach(|| self.inner.subgroup(name, &ranks, names, patience));
+        Ok(Self::wrap(group.map_err(|error| raise(py, error))?))
+    }
+
+    /// Tells the links of this group from those of every other job; nothing if no other group can share them.
+    #[getter]
+    fn identity(&self) -> Option<String> {
+        self.inner.identity().map(|identity| identity.to_string())
     }
 
     /// Begins an operation: its name, what goes in, what comes out, and what it needs besides.

@@ -11,7 +11,7 @@ pub fn serve(config: &Config) -> Result<Traffic, Error> {
             "this process is worker {rank}, not a server: set POSEIDON_SERVER to a server's index"
         )));
     }
-    let node = Node::start(config, None)?;
+    let node = Node::start(config, None, None)?;
     let parts = SessionParts::attach(&node, ChannelId::FIRST, node.book.clone());
     parts.wait_closed()?;
     Ok(parts.counters.traffic())

@@ -32,7 +32,7 @@ fn run<T: Send + 'static>(
             let work = work.clone();
             thread::spawn(move || {
                 let names = (0..size).map(|rank| format!("rank {rank}")).collect();
-                let group = Group::start(&config, names).unwrap();
+                let group = Group::start(&config, names, None).unwrap();
                 let result = work(&group);
                 group.leave();
                 group.wait_left(Duration::from_secs(5));
@@ -314,4 +314,27 @@ fn a_rank_that_leaves_is_named_and_one_that_does_not_come_too() {
     let late = "receive from rank 1 with tag 4: its timeout passed";
     assert!(errors[0].contains(late), "{}", errors[0]);
     assert!(errors[1].contains("rank 0 stopped the job"), "{}", errors[1]);
+}
+
+/// Ranks 0 and 2 of three talk among themselves, on the links that are there.
+#[test]
+fn some_ranks_share_the_links_of_all() {
+    run(3, Carriers::Auto, |group| {
+        let mut x = vec![f32::from(group.rank()); 100_000];
+        if group.rank() != 1 {
+            let names = vec!["rank 0".into(), "rank 2".into()];
+            let pair = group.subgroup("pair", &[0, 2], names, TERMS.timeout).unwrap();
+            assert_eq!((pair.rank(), pair.size()), (group.rank() / 2, 2));
+            assert_eq!(pair.identity(), group.identity());
+            act(&pair, Request::AllReduce { tensor: tensor(&mut x), op: ReduceOp::Sum }).unwrap();
+            assert!(x.iter().all(|x| *x == 2.0));
+            pair.leave();
+        }
+        let mut y = vec![1f32; 10];
+        act(group, Request::AllReduce { tensor: tensor(&mut y), op: ReduceOp::Sum }).unwrap();
+        assert_eq!(y, [3.0; 10]);
+        let stranger =
+            group.subgroup("odd", &[(group.rank() + 1) % 3], vec!["a".into()], TERMS.timeout);
+        assert!(stranger.unwrap_err().to_string().contains("among them"));
+    });
 }

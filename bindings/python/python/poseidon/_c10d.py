@@ -1,8 +1,8 @@
 """``torch.distributed.init_process_group("poseidon")``: process groups on Poseidon's own links.
 
-A process group is a `poseidon._native.Group` with links of its own, made as a session's are: rank 0 waits for
-the others at an address it leaves in the c10d store, together with a fresh secret. Tensors are lent to the group in
-place; only those that are not contiguous are copied.
+A process group is a `poseidon._native.Group`. The first one of a process makes links: rank 0 waits for the others at
+an address it leaves in the c10d store, together with a fresh secret. Later groups among the same processes share
+those links. Tensors are lent to the group in place; only those that are not contiguous are copied.
 
 Two classes share one implementation. `ProcessGroup` is what programs hold: Python calls reach it directly, and get
 `Work` objects that are Python's own. `Backend` is what C++ reaches through the dispatcher, such as functional
@@ -15,8 +15,9 @@ import itertools
 import socket
 import threading
 import time
+import uuid
 import weakref
-from typing import Any, Set
+from typing import Any, List, NamedTuple, Set
 from datetime import timedelta
 
 import torch
@@ -34,6 +35,9 @@ IDLE = 2
 
 # How long a rank that finds an old address waits before it looks again.
 PAUSE = 0.1
+
+# What rank 0 leaves in the store if the group is to share links that are there.
+SHARED = "shared"
 
 # What torch calls a group with a single backend that is not its own.
 CUSTOM = "custom"
@@ -142,10 +146,10 @@ class _Operations:
     """The operations of one process group."""
 
     def __init__(self, store, rank, ranks, timeout):
-        self.rank, self.size = rank, len(ranks)
+        self.rank, self.size, self.ranks = rank, len(ranks), ranks
         self.timeout = timeout.total_seconds()
         self.sequence = 0
-        self._group = _rendezvous(store, rank, [f"rank {r}" for r in ranks], timeout)
+        self._group = _rendezvous(store, rank, ranks, timeout)
         self._names = itertools.count()
         # Work whose future somebody holds, and how many of its parts are not done.
         self._followed = {}
@@ -386,6 +390,13 @@ class _Operations:
         with self._lock:
             self._reporters.discard(threading.current_thread())
 
+    def group(self):
+        return self._group
+
+    def links(self):
+        """The identity of the links, if another group can share them."""
+        return self._group.identity
+
     def leave(self):
         _groups.discard(self)
         _shared.discard(self)
@@ -430,17 +441,21 @@ def _check_tag(tag):
         raise ValueError(f"a tag must not be negative, got {tag}")
 
 
-def _rendezvous(store, rank, names, timeout):
+def _rendezvous(store, rank, ranks, timeout):
     """The group of those who share `store`, if all of them come within `timeout`."""
     key, name = "poseidon", "c10d"
+    names = [f"rank {r}" for r in ranks]
     patience = timeout.total_seconds()
     if rank == 0:
-        host = _native.Host(_near(store), name, patience)
-        store.set(key, f"{host.address} {host.secret}")
-        try:
-            group = _native.Group(rank, host.address, name, host.secret, names, patience)
-        finally:
-            host.close()
+        linked = _linked(ranks[rank], ranks)
+        if linked is None:
+            host = _native.Host(_near(store), name, patience)
+            store.set(key, f"{host.address} {host.secret}")
+            group = _native.Group(rank, host.address, name, host.secret, names, patience, host)
+        else:
+            channel = uuid.uuid4().hex
+            store.set(key, f"{SHARED} {linked.identity} {channel}")
+            group = linked.subgroup(channel, ranks, names, patience)
         with contextlib.suppress(RuntimeError):
             # The next group of this store should not find it. Not every store can forget.
             store.delete_key(key)
@@ -451,12 +466,42 @@ def _rendezvous(store, rank, names, timeout):
             store.wait([key], timedelta(seconds=left))
         except dist.DistStoreError:
             break
-        address, secret = store.get(key).decode().split()
-        # What was found may be from a group that was here before: then rank 0 is still on its way.
-        if _native.Host.is_open(address, name, secret):
-            return _native.Group(rank, address, name, secret, names, patience)
+        # What is found may be from a group that was here before: then rank 0 is still on its way.
+        found = store.get(key).decode().split()
+        if found[0] == SHARED:
+            _, identity, channel = found
+            linked = _linked(ranks[rank], ranks, identity)
+            if linked is not None:
+                return linked.subgroup(channel, ranks, names, left)
+        else:
+            address, secret = found
+            if _native.Host.is_open(address, name, secret):
+                return _native.Group(rank, address, name, secret, names, patience)
         time.sleep(PAUSE)
     raise _native.ConnectionError(f"{names[0]} did not come to make a process group within {patience:g} s")
+
+
+class _Linked(NamedTuple):
+    """A group whose links another one can share."""
+
+    group: Any
+    ranks: List[int]
+    identity: str
+
+    def subgroup(self, channel, ranks, names, patience):
+        return self.group.subgroup(channel, [self.ranks.index(r) for r in ranks], names, patience)
+
+
+def _linked(me, ranks, identity=None):
+    """A group of this process, which is global rank `me`, that has links to all of `ranks`: the largest, or one with
+    this identity."""
+    found = []
+    for operations in list(_groups):
+        if operations.ranks[operations.rank] == me and set(ranks) <= set(operations.ranks):
+            its = operations.links()
+            if its is not None and identity in (None, its):
+                found.append(_Linked(operations.group(), operations.ranks, its))
+    return max(found, key=lambda linked: len(linked.ranks), default=None)
 
 
 def _near(store):

@@ -29,7 +29,8 @@ use work::Completion;
 /// The ranks that do collective operations together, as one of them sees it.
 pub struct Group {
     rank: u16,
-    size: u16,
+    /// By rank: the node that has it.
+    ranks: Vec<NodeId>,
     shared: Arc<Shared>,
     driver: Arc<Driver>,
     /// What the links belong to: they stay open while the group lives.
@@ -57,11 +58,10 @@ impl Group {
         driver: Arc<Driver>,
         links: Arc<dyn Any + Send + Sync>,
     ) -> Self {
-        let size = ranks.len() as u16;
         let shared = Arc::new(Shared::default());
-        let channel = GroupChannel::new(id, rank, ranks, names, shared.clone());
+        let channel = GroupChannel::new(id, rank, ranks.clone(), names, shared.clone());
         driver.attach(Box::new(channel));
-        Self { rank, size, shared, driver, links: Some(links) }
+        Self { rank, ranks, shared, driver, links: Some(links) }
     }
 
     /// This process's rank in the group.
@@ -71,7 +71,17 @@ impl Group {
 
     /// The number of ranks.
     pub fn size(&self) -> u16 {
-        self.size
+        self.ranks.len() as u16
+    }
+
+    /// By rank: the node that has it.
+    pub(crate) fn nodes(&self) -> &[NodeId] {
+        &self.ranks
+    }
+
+    /// What the links belong to.
+    pub(crate) fn links(&self) -> Option<Arc<dyn Any + Send + Sync>> {
+        self.links.clone()
     }
 
     /// Begins an operation. `keep_alive` is what owns its tensors, and is held until it is done.
@@ -82,7 +92,7 @@ impl Group {
         keep_alive: Box<dyn Any + Send + Sync>,
     ) -> Result<Work, Error> {
         self.driver.check_owner()?;
-        request.check(self.rank, self.size)?;
+        request.check(self.rank, self.size())?;
         let completion = Arc::new(Completion::new(keep_alive));
         let work = Work { completion: completion.clone(), driver: self.driver.clone() };
         self.shared.command(Command::Begin { request, timeout: terms.timeout, completion });
@@ -134,6 +144,6 @@ impl Drop for Group {
 
 impl fmt::Debug for Group {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Group(rank {} of {})", self.rank, self.size)
+        write!(f, "Group(rank {} of {})", self.rank, self.size())
     }
 }

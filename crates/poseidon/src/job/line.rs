@@ -189,6 +189,16 @@ impl ControlLine {
         }
     }
 
+    /// The node that the coordinator has lost, if it has lost one.
+    pub(crate) fn lost(&self) -> Option<NodeId> {
+        self.shared.lock().lost.as_ref().map(|(node, _)| *node)
+    }
+
+    /// Whether the coordinator is there.
+    pub(crate) fn is_connected(&self) -> bool {
+        self.shared.lock().gone.is_none()
+    }
+
     /// Becomes true when there is [trouble](Self::trouble).
     pub(crate) fn alarm(&self) -> &Arc<AtomicBool> {
         &self.shared.alarm

@@ -4,14 +4,22 @@ use super::Node;
 use crate::collectives::Group;
 use crate::job::book::Job;
 use crate::job::config::{Config, Member};
-use crate::{ChunkSize, Error, Optimizer, Placement, Policy};
-use poseidon_core::{ChannelId, NodeId};
+use crate::job::line::JobState;
+use crate::job::open::Channel;
+use crate::{ChunkSize, Coordinator, Error, Optimizer, Placement, Policy};
+use poseidon_core::{ChannelId, JobId, NodeId};
 use std::sync::Arc;
+use std::time::Duration;
 
 impl Group {
     /// Joins the group that `config` describes: workers only, all of which call this, with one lane. `names` is what
-    /// the ranks are called in errors, such as `rank 3`; it has one for each.
-    pub fn start(config: &Config, names: Vec<String>) -> Result<Self, Error> {
+    /// the ranks are called in errors, such as `rank 3`; it has one for each. Whoever has made the `coordinator` that
+    /// they meet at gives it away here: it lives as long as the links.
+    pub fn start(
+        config: &Config,
+        names: Vec<String>,
+        coordinator: Option<Coordinator>,
+    ) -> Result<Self, Error> {
         let Member::Worker(rank) = config.member else {
             return Err(Error::Config("a group is among workers".into()));
         };
@@ -29,11 +37,53 @@ impl Group {
             scheme: Policy::Auto,
             batch: None,
         };
-        let node = Node::start(&Config { lanes: 1, ..config.clone() }, Some(job))?;
+        let config = Config { lanes: 1, ..config.clone() };
+        let node = Node::start(&config, Some(job), coordinator)?;
         let ranks = (0..size).map(NodeId).collect();
         let id = ChannelId::FIRST;
         let driver = node.lane_of_group(id).clone();
         Ok(Self::open(id, rank, ranks, names, driver, node))
+    }
+
+    /// Another group, among some ranks of this one and on the same links. Those that `ranks` names call
+    /// it, with the same `name`, which no other group of these links has; this rank is one of them.
+    pub fn subgroup(
+        &self,
+        name: &str,
+        ranks: &[u16],
+        names: Vec<String>,
+        patience: Duration,
+    ) -> Result<Self, Error> {
+        let node = self.node().ok_or_else(|| Error::Config("the group has no links".into()))?;
+        let known = |&rank: &u16| self.nodes().get(usize::from(rank)).copied();
+        let nodes: Option<Vec<NodeId>> = ranks.iter().map(known).collect();
+        let own = ranks.iter().position(|&rank| rank == self.rank());
+        let (Some(nodes), Some(own)) = (nodes, own) else {
+            let size = self.size();
+            let why = format!(
+                "ranks {ranks:?} of {size}: expected some of them, and {} among them",
+                self.rank()
+            );
+            return Err(Error::Config(why));
+        };
+        if names.len() != ranks.len() {
+            let (got, size) = (names.len(), ranks.len());
+            return Err(Error::Config(format!("{got} names for {size} ranks")));
+        }
+        let id = node.open_channel(name, &nodes, None, patience, &|| JobState::Running)?;
+        let driver = node.lane_of_group(id).clone();
+        Ok(Self::open(id, own as u16, nodes, names, driver, node))
+    }
+
+    /// Tells the links of this group from those of every other job. `None` if no other group can be
+    /// opened on them any more, because the coordinator is gone.
+    pub fn identity(&self) -> Option<JobId> {
+        let node = self.node().filter(|node| node.line.is_connected())?;
+        Some(node.book.identity)
+    }
+
+    fn node(&self) -> Option<Arc<Node>> {
+        self.links()?.downcast().ok()
     }
 }
 
@@ -45,5 +95,29 @@ impl Node {
         let ranks = cluster.worker_ids().collect();
         let driver = self.lane_of_group(id).clone();
         Group::open(id, self.me.0, ranks, names, driver, self.clone())
+    }
+
+    /// Agrees with the other members on a channel called `name`. `watch` tells what the lanes know
+    /// meanwhile; a member that is lost ends the wait in any case.
+    pub(crate) fn open_channel(
+        &self,
+        name: &str,
+        members: &[NodeId],
+        job: Option<&Job>,
+        patience: Duration,
+        watch: &dyn Fn() -> JobState,
+    ) -> Result<ChannelId, Error> {
+        let mut members = members.to_vec();
+        members.sort_unstable();
+        let lost_member = || self.line.lost().is_some_and(|node| members.contains(&node));
+        let watch = || match watch() {
+            JobState::Running if lost_member() => JobState::Failed,
+            known => known,
+        };
+        let channel = Channel { name, members: &members, job };
+        self.line.open(channel, patience, &watch).map_err(|why| {
+            let lost = self.line.trouble().filter(|_| lost_member());
+            lost.unwrap_or_else(|| Error::Open { name: name.into(), why })
+        })
     }
 }

@@ -36,9 +36,14 @@ pub(crate) struct Node {
 pub(crate) const LAST_WORDS: Duration = Duration::from_secs(1);
 
 impl Node {
-    /// Joins the job. Workers bring a description of it, servers take what they get.
-    pub(crate) fn start(config: &Config, job: Option<Job>) -> Result<Arc<Self>, Error> {
-        let Joined { book, links, line, serving, coordinator } = join(config, job)?;
+    /// Joins the job. Workers bring a description of it, servers take what they get. Whoever has made
+    /// the job's `coordinator` gives it away here.
+    pub(crate) fn start(
+        config: &Config,
+        job: Option<Job>,
+        coordinator: Option<Coordinator>,
+    ) -> Result<Arc<Self>, Error> {
+        let Joined { book, links, line, serving, coordinator: own } = join(config, job)?;
         let (me, nodes) = (config.node(), book.cluster.nodes());
         let (cores, crowded) = (cores_to_share(config, &book), is_crowded(config, &book));
         let mut lanes = Vec::new();
@@ -50,7 +55,7 @@ impl Node {
             lanes.push(Driver::start(engine, epoch, name, core, crowded)?);
         }
         let config = config.clone();
-        let listeners = Some((serving, coordinator));
+        let listeners = Some((serving, coordinator.or(own)));
         Ok(Arc::new(Self { me, config, book, line, lanes, listeners }))
     }
 

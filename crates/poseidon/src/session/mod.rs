@@ -532,7 +532,7 @@ impl Builder {
             )));
         }
         let (job, rate, rebuild_threads) = self.check()?;
-        let node = Node::start(&config, Some(job))?;
+        let node = Node::start(&config, Some(job), None)?;
         let book = node.book.clone();
         Session::open(node, ChannelId::FIRST, book, rate, rebuild_threads)
     }

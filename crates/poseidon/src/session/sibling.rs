@@ -1,7 +1,6 @@
 //! More sessions among the workers of a job, for another model or another update rule, and groups.
 
 use crate::job::book::{BOOK_VERSION, Book, Job};
-use crate::job::open::Channel;
 use crate::session::Builder;
 use crate::session::gather::await_failure;
 use crate::{Error, Group, OpenError, Session};
@@ -41,15 +40,17 @@ impl Session {
         let board = &*self.parts.board;
         board.failure().map_or(Ok(()), Err)?;
         let members: Vec<NodeId> = self.node.book.cluster.worker_ids().collect();
-        let channel = Channel { name, members: &members, job };
-        let opened = self.node.line.open(channel, self.timeout, &|| board.state());
-        opened.map_err(|why| {
-            let failure = match why {
-                // Most likely the coordinator has died with its node: the lanes know which it was.
-                OpenError::Broken { .. } => await_failure(board),
+        let watch = || board.state();
+        let opened = self.node.open_channel(name, &members, job, self.timeout, &watch);
+        opened.map_err(|error| {
+            let failure = match &error {
+                // Most likely a node has died, perhaps with the coordinator: the lanes know which.
+                Error::Open { why: OpenError::Broken { .. }, .. }
+                | Error::Lost { .. }
+                | Error::Rendezvous(_) => await_failure(board),
                 _ => board.failure(),
             };
-            failure.unwrap_or(Error::Open { name: name.into(), why })
+            failure.unwrap_or(error)
         })
     }
 }
