@@ -363,7 +363,7 @@ pub enum GatherError {
 #[non_exhaustive]
 pub enum OpenError {
     /// Some members never asked for it.
-    #[error("nothing from {} within {waited:?}", .missing.join(", "))]
+    #[error("nothing from {} within {waited:.1?}", .missing.join(", "))]
     Missing {
         /// The members, by name.
         missing: Vec<String>,

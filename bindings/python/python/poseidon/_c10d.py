@@ -453,9 +453,9 @@ def _rendezvous(store, rank, ranks, timeout):
             store.set(key, f"{host.address} {host.secret}")
             group = _native.Group(rank, host.address, name, host.secret, names, patience, host)
         else:
-            channel = uuid.uuid4().hex
-            store.set(key, f"{SHARED} {linked.identity} {channel}")
-            group = linked.subgroup(channel, ranks, names, patience)
+            token = uuid.uuid4().hex
+            store.set(key, f"{SHARED} {linked.identity} {token}")
+            group = linked.subgroup(token, ranks, names, patience)
         with contextlib.suppress(RuntimeError):
             # The next group of this store should not find it. Not every store can forget.
             store.delete_key(key)
@@ -469,10 +469,10 @@ def _rendezvous(store, rank, ranks, timeout):
         # What is found may be from a group that was here before: then rank 0 is still on its way.
         found = store.get(key).decode().split()
         if found[0] == SHARED:
-            _, identity, channel = found
+            _, identity, token = found
             linked = _linked(ranks[rank], ranks, identity)
             if linked is not None:
-                return linked.subgroup(channel, ranks, names, left)
+                return linked.subgroup(token, ranks, names, left)
         else:
             address, secret = found
             if _native.Host.is_open(address, name, secret):
@@ -488,7 +488,8 @@ class _Linked(NamedTuple):
     ranks: List[int]
     identity: str
 
-    def subgroup(self, channel, ranks, names, patience):
+    def subgroup(self, token, ranks, names, patience):
+        channel = f"process group {token[:8]} of {len(ranks)} ranks"
         return self.group.subgroup(channel, [self.ranks.index(r) for r in ranks], names, patience)
 
 
