@@ -52,7 +52,7 @@ struct Driven {
 struct Gate {
     /// Threads in `wait` that do not drive.
     waiting: usize,
-    /// The engine's own thread has something to do.
+    /// The engine's own thread has been told that there is something to drive.
     kicked: bool,
     stopped: bool,
 }
@@ -186,7 +186,7 @@ impl Driver {
         }
     }
 
-    /// The engine's own thread has something to do.
+    /// Wakes the engine's own thread, to drive what no other thread may be waiting for.
     pub(crate) fn kick(&self) {
         let mut gate = lock(&self.gate);
         if !gate.kicked {
