@@ -42,7 +42,7 @@ pub enum Error {
         /// What happened.
         why: Arc<ConnectError>,
     },
-    /// The nodes did not find together.
+    /// The nodes did not become a job.
     #[error(transparent)]
     Rendezvous(#[from] RendezvousError),
     /// Nodes that should have opened a connection to this one did not.
@@ -177,12 +177,12 @@ pub enum Error {
         /// What happened.
         why: OpenError,
     },
-    /// An operation of a group that cannot be right; nothing was sent.
+    /// A program asked a group for an operation that cannot be right. Nothing was sent.
     #[error("{operation}: {why}")]
     Request {
         /// Which.
         operation: &'static str,
-        /// What is wrong with it.
+        /// What is wrong with the request.
         why: String,
     },
     /// Ranks of a group began different operations.
@@ -190,19 +190,20 @@ pub enum Error {
     Mismatch {
         /// The operation's number.
         sequence: u64,
-        /// What it is here, and where that is.
+        /// What the operation is on this rank, with the rank's name.
         mine: String,
-        /// What it is elsewhere, and where that is.
+        /// What the operation is on the other rank, with the rank's name.
         theirs: String,
     },
     /// An operation of a group was not done in time.
     #[error("{operation}: its timeout passed after {waited:.1?}: {}", awaited(.missing))]
     Overdue {
-        /// Which, in words.
+        /// The operation, in words.
         operation: String,
-        /// Since it was begun here.
+        /// How long ago the operation was begun on this rank.
         waited: Duration,
-        /// The ranks it waits for, by name. None if it only has to be taken by others.
+        /// The ranks that the operation waits for, by name. Empty if everything has come, and links
+        /// have not taken all that is to be sent.
         missing: Vec<String>,
     },
     /// A message of another length than is received here.

@@ -33,9 +33,9 @@ pub(super) struct Shared {
 #[derive(Default)]
 struct State {
     commands: VecDeque<Command>,
-    /// Followed operations that are done.
+    /// Names of followed operations that are done.
     completed: VecDeque<u64>,
-    /// The channel is closed, and why nothing can be begun any more.
+    /// Set when the channel is closed: why nothing can be begun any more.
     closed: Option<Error>,
 }
 
@@ -84,7 +84,8 @@ impl Shared {
         }
     }
 
-    /// Nothing can be begun any more: what was, and has not been taken up, fails.
+    /// Closes the channel with `error`. Operations that were asked for, and that the channel has
+    /// not taken up, fail.
     fn close(&self, error: Error) {
         let mut state = self.lock();
         let error = state.closed.get_or_insert(error).clone();
@@ -114,7 +115,7 @@ pub(super) struct GroupChannel {
     names: Vec<String>,
     shared: Arc<Shared>,
     counters: Counters,
-    /// In the order they were begun.
+    /// Operations under way, in the order they were begun.
     operations: VecDeque<Operation>,
     /// Operations begun so far.
     tickets: u64,
@@ -124,15 +125,15 @@ pub(super) struct GroupChannel {
     done: VecDeque<(u64, Signature)>,
     /// By rank: messages sent to it.
     messages: Vec<u64>,
-    /// What has become ready to be sent, and to which rank.
+    /// Messages that have become ready to be sent, each with its receiver's rank.
     outgoing: Vec<(usize, Message)>,
     /// By rank: the payload that comes from it now.
     arriving: Vec<Option<Arriving>>,
     /// By rank: nothing more comes from it, and why.
     gone: Vec<Option<String>>,
-    /// By rank: something was to go to it and did not.
+    /// By rank: a message for this rank could not be delivered.
     undelivered: Vec<bool>,
-    /// Nothing more is begun.
+    /// This rank has left the group: it begins nothing more.
     left: bool,
 }
 
@@ -178,7 +179,7 @@ impl GroupChannel {
         }
     }
 
-    /// Begins an operation, which was checked.
+    /// Begins the operation of `request`, which has been checked.
     fn begin(
         &mut self,
         request: &Request,
@@ -222,13 +223,13 @@ impl GroupChannel {
         for &node in &self.members {
             let bye = Header::bare(Kind::Bye, node, 0);
             let urgency = urgency(Kind::Bye, LayerId(0));
-            // Whoever is gone need not be told.
+            // A rank that is gone need not be told.
             out.send(node, Message::new(bye, Payload::None, urgency, 0));
         }
         Ok(())
     }
 
-    /// Hands what became ready to the engine.
+    /// Hands the messages that became ready to the engine.
     fn post(&mut self, out: &mut Outgoing<'_>) {
         for (rank, message) in self.outgoing.drain(..) {
             if self.gone[rank].is_some() || !out.send(self.ranks[rank], message) {
@@ -252,7 +253,8 @@ impl GroupChannel {
                 self.done.truncate(REMEMBERED - 1);
                 self.done.push_front((sequence, signature));
             }
-            // Gone before it is reported: the program takes its tensors back.
+            // The operation, with its regions, is dropped before it is reported: with the report
+            // the program takes its tensors back.
             self.operations.remove(index);
             self.shared.report(&completion, Ok(()));
             any = true;
@@ -260,13 +262,14 @@ impl GroupChannel {
         any
     }
 
-    /// A rank that is gone matters once something is expected of it.
+    /// Fails if an operation awaits something from a rank that is gone, or if a message for such a
+    /// rank was not delivered. Until then a rank may be gone without harm.
     fn check_gone(&self) -> Result<(), Error> {
         let me = usize::from(self.me);
         let alone = (0..self.gone.len()).all(|rank| rank == me || self.gone[rank].is_some());
         for (rank, how) in self.gone.iter().enumerate() {
             let Some(how) = how else { continue };
-            // A message from anybody may still come from somebody else.
+            // A receive from any rank may still get its message from another rank.
             let mut awaiting = self.operations.iter().filter(|o| o.awaits(rank));
             let awaiting = awaiting.find(|operation| alone || !operation.is_from_any());
             if awaiting.is_some() || self.undelivered[rank] {
@@ -291,8 +294,8 @@ impl GroupChannel {
         })
     }
 
-    /// Which operation a frame from `rank` belongs to, and where its payload goes. `None`: no operation
-    /// here has asked for it yet.
+    /// Which operation a frame from `rank` belongs to, and where its payload goes. `None`: no
+    /// operation that was begun here wants the frame yet.
     fn route(&mut self, rank: usize, header: &Header) -> Result<Option<Arriving>, Error> {
         match header.kind {
             Kind::Collective => self.route_collective(rank, header),
@@ -490,7 +493,9 @@ impl Channel for GroupChannel {
         }
         self.post(out);
         let progressed = self.report_complete();
-        // What has just been begun may have come already, from a rank that is gone since.
+        // The frames of an operation that has just begun may be here already, from a rank that is
+        // gone since. The operation is judged in the next poll, after these frames were offered to
+        // it.
         if !begun && self.gone.iter().any(Option::is_some) {
             self.check_gone()?;
         }
@@ -505,7 +510,7 @@ impl Channel for GroupChannel {
     }
 
     fn fail(&mut self, error: Error) -> LastWords {
-        // What another rank said is passed on as its words, not as this rank's.
+        // The words of another rank are passed on as that rank's, not as this rank's.
         let (speaker, reason) = match &error {
             Error::Aborted { node, reason } => {
                 let speaker = self.names.iter().position(|name| name == node);
@@ -530,7 +535,8 @@ impl Drop for GroupChannel {
     }
 }
 
-/// Collectives that are done are remembered for so long, for the sake of ranks that did something else.
+/// How many collectives that are done are remembered. If another rank did something else under the
+/// same number, the error says what it was here.
 const REMEMBERED: usize = 64;
 
 fn has_left(node: String) -> Error {

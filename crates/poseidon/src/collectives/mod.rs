@@ -1,9 +1,10 @@
 //! Collective operations among the ranks of a group: what `torch.distributed` and MPI call them.
 //!
-//! A [`Group`] is a channel on its node's links. [`Group::begin`] starts an operation and returns at
-//! once; [`Work::wait`] sees it through.
+//! A [`Group`] is a channel on its node's links. [`Group::begin`] starts an operation and returns
+//! at once. [`Work::wait`] waits for its end, and does the work meanwhile if no other thread does.
 //!
-//! * `request`: what may be asked. `tensor`: memory lent for it. `work`: how it ended.
+//! * `request`: what may be asked of a group. `tensor`: memory lent for an operation. `work`: how
+//!   an operation ended.
 //! * `operation`: what an operation sends and awaits. `channel`: which operation a frame belongs to.
 
 mod channel;
@@ -26,24 +27,26 @@ use std::sync::Arc;
 use std::time::Duration;
 use work::Completion;
 
-/// The ranks that do collective operations together, as one of them sees it.
+/// The ranks that do collective operations together, as one of these ranks sees the group.
 pub struct Group {
     rank: u16,
     /// By rank: the node that has it.
     ranks: Vec<NodeId>,
     shared: Arc<Shared>,
     driver: Arc<Driver>,
-    /// What the links belong to: they stay open while the group lives.
+    /// The owner of the links. The group holds it, so that the links stay open while the group
+    /// lives.
     links: Option<Arc<dyn Any + Send + Sync>>,
 }
 
 /// How an operation is to be seen through.
 #[derive(Clone, Copy, Debug)]
 pub struct Terms {
-    /// How long it may take. After that the group fails, and every rank is told who was missing.
+    /// How long the operation may take. After that the group fails, and every rank is told who was
+    /// missing.
     pub timeout: Duration,
-    /// Whether the thread that begins it waits for it next. Then that thread does the work, and no
-    /// other is woken for it.
+    /// Whether the thread that begins the operation waits for it next. Then that thread does the
+    /// work, and no other thread is woken.
     pub waits: bool,
 }
 
@@ -84,7 +87,8 @@ impl Group {
         self.links.clone()
     }
 
-    /// Begins an operation. `keep_alive` is what owns its tensors, and is held until it is done.
+    /// Begins an operation. `keep_alive` is what owns the operation's tensors, and is held until
+    /// the operation is done.
     pub fn begin(
         &self,
         request: Request,
@@ -106,8 +110,9 @@ impl Group {
         self.shared.completed()
     }
 
-    /// Leaves the group, without waiting. Operations that are under way fail, on every rank. A process that was forked
-    /// from the one that made the group cannot leave it: there, this and [`abort`](Self::abort) do nothing.
+    /// Leaves the group, without waiting. Operations that are under way fail, on every rank. A
+    /// process that was forked from the one that made the group cannot leave the group: in such a
+    /// process `leave` and [`abort`](Self::abort) do nothing.
     pub fn leave(&self) {
         self.command(Command::Leave);
     }
@@ -136,7 +141,8 @@ impl Drop for Group {
     fn drop(&mut self) {
         self.leave();
         if self.driver.check_owner().is_err() {
-            // Its thread is in the process that made it, and its sockets are that process's too.
+            // The lane's thread is in the process that made the group, and the sockets are that
+            // process's too.
             std::mem::forget(self.links.take());
         }
     }

@@ -2,9 +2,9 @@
 //!
 //! Tensors travel in pieces. There are three ways an operation may go:
 //!
-//! * *Exchange*: one step, each pair of ranks on its own. What comes is assigned or reduced into place.
-//!   Small all-reduces go this way too: everybody sends everything to everybody, in one latency, and
-//!   combines it in rank order.
+//! * *Exchange*: one step, each pair of ranks on its own. What comes is assigned or reduced into
+//!   place. Small all-reduces go this way too: every rank sends its whole tensor to every other
+//!   rank, in one latency, and combines all of them in rank order.
 //! * *Sliced*: every rank owns an equal slice. In step 0 contributions go to the owner of their slice; when a
 //!   piece of the slice is complete the owner sends it to those who lack it, step 1, while later pieces are still
 //!   coming. An all-reduce sends 2·N·(P-1)/P bytes from each rank, whatever P is. A large broadcast
@@ -26,15 +26,16 @@ use std::time::Duration;
 /// Bytes of a piece: a few times what a link takes at once, so that headers cost nothing, and short
 /// enough that the second step begins early.
 pub(super) const PIECE: usize = 256 << 10;
-/// Up to here an all-reduce sends everything to everybody, if that is no more than `SMALL_TOTAL`
-/// altogether: one latency instead of two is worth more than the bytes.
+/// Up to this many bytes an all-reduce sends the whole tensor to every rank, if these are no more
+/// than `SMALL_TOTAL` bytes altogether: one latency instead of two is worth more than the bytes.
 const SMALL: usize = 16 << 10;
 const SMALL_TOTAL: usize = 64 << 10;
-/// From here a broadcast goes through all ranks rather than from the root to each.
+/// From this many bytes on a broadcast is sliced: it goes through all ranks rather than from the
+/// root to each.
 const LARGE_BROADCAST: usize = 256 << 10;
 
 pub(super) struct Operation {
-    /// Operations of this rank, in the order they were begun.
+    /// Counts the operations of this rank, in the order they were begun.
     pub(super) ticket: u64,
     pub(super) key: Key,
     flow: Flow,
@@ -60,7 +61,7 @@ pub(super) enum Key {
 
 enum Flow {
     Exchange {
-        /// By rank.
+        /// By rank: where what comes from it goes.
         into: Vec<Option<Region>>,
         mode: Mode,
         /// Everybody's tensor, side by side, and where their reduction goes.
@@ -87,10 +88,10 @@ pub(super) enum Mode {
     Reduce(Dtype, ReduceOp),
 }
 
-/// What makes one operation different from another of the same request.
+/// What one operation has that another operation of the same request has not.
 pub(super) struct Start {
     pub(super) ticket: u64,
-    /// Among the collectives, or the messages to that rank.
+    /// The number among the group's collectives, or among the messages to that rank.
     pub(super) sequence: u64,
     pub(super) me: u16,
     pub(super) size: u16,
@@ -100,7 +101,8 @@ pub(super) struct Start {
 }
 
 impl Operation {
-    /// The operation of `request`, which was checked. What can be sent at once goes to `send`.
+    /// The operation of `request`, which was checked. Messages that can be sent at once go to
+    /// `send`.
     pub(super) fn begin(
         request: &Request,
         start: Start,
@@ -252,9 +254,9 @@ impl Operation {
         Flow::Exchange { into, mode: Mode::Assign, combine, divided: None }
     }
 
-    /// Cuts the tensor into a slice for each rank. `contributors` send theirs of this rank's slice, and
-    /// `lacking` get it when it is complete. This rank contributes if it lacks nothing it could
-    /// not make itself, or everybody contributes.
+    /// Cuts the tensor into a slice for each rank. `contributors` send theirs of this rank's slice,
+    /// and `lacking` get it when it is complete. This rank contributes if it is the root of a
+    /// broadcast, or if all ranks contribute.
     fn slice(
         &mut self,
         tensor: &super::Tensor,
@@ -314,7 +316,7 @@ impl Operation {
         }
     }
 
-    /// A message's first frame is here: it is this operation's.
+    /// The first frame of a message is here, and this operation receives it.
     pub(super) fn bind(&mut self, rank: u16, sequence: u64) {
         if let (Key::Receive { bound, .. }, Flow::Message(Some(region))) =
             (&mut self.key, &self.flow)
@@ -324,7 +326,7 @@ impl Operation {
         }
     }
 
-    /// Where a frame's payload goes, or why it does not.
+    /// Where a frame's payload goes, or why this operation does not take it.
     pub(super) fn open(
         &self,
         rank: usize,
@@ -359,7 +361,8 @@ impl Operation {
         Ok((region, mode))
     }
 
-    /// A frame's payload is in its place. What that completes goes to `send`.
+    /// A frame's payload is in its place. If that completes a piece of this rank's slice, the piece
+    /// goes to `send`, for the ranks that lack it.
     pub(super) fn landed(
         &mut self,
         rank: usize,
@@ -400,7 +403,7 @@ impl Operation {
         self.unsent -= 1;
     }
 
-    /// Whether `rank` still has to send something for this.
+    /// Whether `rank` still has to send something for this operation.
     pub(super) fn awaits(&self, rank: usize) -> bool {
         match self.key {
             Key::Receive { from, bound: None, .. } => {
@@ -410,7 +413,7 @@ impl Operation {
         }
     }
 
-    /// Whether it is a message from anybody, which has not come yet.
+    /// Whether this receives a message from any rank, and the message has not come yet.
     pub(super) fn is_from_any(&self) -> bool {
         matches!(self.key, Key::Receive { from: None, bound: None, .. })
     }
@@ -469,7 +472,7 @@ fn copy(from: &Region, to: &Region) {
     unsafe { to.copy_from(from) }
 }
 
-/// Pieces of a tensor of `len` bytes. One that is empty still sends word.
+/// The number of pieces of a tensor of `len` bytes. An empty tensor has one, which is empty.
 fn pieces(len: usize) -> u32 {
     len.div_ceil(PIECE).max(1) as u32
 }

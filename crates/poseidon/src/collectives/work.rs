@@ -8,13 +8,13 @@ use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
-/// An operation of a group. It goes on when this is dropped.
+/// An operation of a group. The operation goes on when its `Work` is dropped.
 pub struct Work {
     pub(super) completion: Arc<Completion>,
     pub(super) driver: Arc<Driver>,
 }
 
-/// How an operation ended, once it has. The group's channel writes it, once.
+/// How an operation ended, once it has ended. The group's channel writes this, once.
 pub(super) struct Completion {
     done: AtomicBool,
     failure: OnceLock<Error>,
@@ -22,13 +22,14 @@ pub(super) struct Completion {
     source: AtomicU32,
     /// What keeps the tensors alive.
     keep: Mutex<Option<Box<dyn Any + Send + Sync>>>,
-    /// Somebody wants to be told: this goes to the group's list of completed operations.
+    /// The name that the group's list of completed operations gets, if somebody wants to be told.
     followed: Mutex<Option<u64>>,
 }
 
 impl Work {
-    /// Waits until the operation is done, and no longer than `patience`: true if it is done, false if it
-    /// goes on. The tensors are the program's own again when it is done, whatever the outcome.
+    /// Waits until the operation is done, and no longer than `patience`: true if the operation is
+    /// done, false if it goes on. When the operation is done the tensors are the program's own
+    /// again, whatever the outcome.
     pub fn wait(&self, patience: Duration) -> Result<bool, Error> {
         if !self.completion.is_done() {
             self.driver.check_owner()?;
@@ -41,12 +42,12 @@ impl Work {
         }
     }
 
-    /// Whether it is done, and well or not.
+    /// Whether the operation is done, successfully or not.
     pub fn is_done(&self) -> bool {
         self.completion.is_done()
     }
 
-    /// Why it failed, if it did.
+    /// Why the operation failed, if it did.
     pub fn failure(&self) -> Option<Error> {
         self.completion.failure()
     }
@@ -56,21 +57,21 @@ impl Work {
         u16::try_from(self.completion.source.load(Ordering::Relaxed)).ok()
     }
 
-    /// Has [`Group::completed`](super::Group::completed) report `name` when it is done. False if it is done
-    /// already, and then nothing is reported.
+    /// Has [`Group::completed`](super::Group::completed) report `name` when the operation is done.
+    /// False if it is done already, and then nothing is reported.
     pub fn follow(&self, name: u64) -> bool {
         let mut followed = self.completion.lock_followed();
         if self.completion.is_done() {
             return false;
         }
         *followed = Some(name);
-        // Somebody other than a waiting thread has to see it through.
+        // No thread may be waiting for the operation: the lane's own thread has to drive it.
         self.driver.kick();
         true
     }
 
-    /// Drops what kept the tensors alive, if the operation is done: here, rather than where the last
-    /// reference to it goes.
+    /// Drops what kept the tensors alive, if the operation is done. So it is dropped on this
+    /// thread, rather than on the one that has the last reference to the operation.
     pub fn release(&self) {
         if self.completion.is_done() {
             drop(self.completion.take_keep());

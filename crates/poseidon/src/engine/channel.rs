@@ -11,19 +11,20 @@ use std::time::Duration;
 
 /// One session or group, as the engine that carries its frames sees it.
 ///
-/// The engine calls it from one thread at a time. Errors close the channel: the engine lets go of the
-/// channel's memory, calls [`fail`](Channel::fail) and tells the members.
+/// The engine calls a channel from one thread at a time. If a method returns an error, the channel
+/// is closed: the engine lets go of the channel's memory, calls [`fail`](Channel::fail) and tells
+/// the members.
 pub(crate) trait Channel: Send {
-    /// What its frames are told apart by.
+    /// The number that the channel's frames have in their headers.
     fn id(&self) -> ChannelId;
 
-    /// The arrangement its frames belong to.
+    /// The epoch of the session's plan. Frames of a later epoch wait. A group has the first epoch.
     fn epoch(&self) -> Epoch;
 
-    /// The other nodes it talks to.
+    /// The other nodes that the channel talks to.
     fn members(&self) -> &[NodeId];
 
-    /// Where what it exchanges is counted.
+    /// Where the channel's frames and bytes are counted.
     fn counters(&self) -> &Counters;
 
     /// Judges a frame before a byte of its payload is taken, and says where the payload goes.
@@ -36,48 +37,52 @@ pub(crate) trait Channel: Send {
     /// The payload of the frame from `from` that was opened last is all there.
     fn landed(&mut self, from: NodeId);
 
-    /// A link has taken the last byte of a message, or its receiver is gone.
+    /// A link has taken the last byte of a message; or the receiver is gone, and the channel goes
+    /// on.
     fn sent(&mut self, sent: Sent);
 
-    /// `from` has said goodbye to this channel: nothing more comes from it.
+    /// `from` has said goodbye to this channel: nothing more comes from that node.
     fn handle_goodbye(&mut self, from: NodeId);
 
-    /// The link to `node` is gone. `undelivered`: with messages of this channel that it had not taken;
-    /// unless this is an error, they count as sent.
+    /// The link to `node` is gone. `undelivered`: it had not taken all of this channel's messages.
+    /// Unless this method returns an error, these messages count as sent.
     fn handle_gone(&mut self, node: NodeId, why: &Gone, undelivered: bool) -> Result<(), Error>;
 
-    /// `from` has stopped the channel, with this reason. `speaker` is whose words they are.
+    /// The error for a channel that `from` has stopped with this reason. `speaker` is the member
+    /// whose words the reason is, in the channel's own numbering.
     fn aborted(&self, from: NodeId, speaker: u32, reason: String) -> Error;
 
-    /// Whether it needs frames from `node` now: then none of them may wait behind a frame of another
-    /// channel that nobody has asked for.
+    /// Whether the channel needs frames from `node` now. Then these frames must not wait in the
+    /// link behind a frame that nobody has asked for.
     fn awaits(&self, node: NodeId) -> bool;
 
-    /// Whether a thread has to be at the engine's side even if no program waits: frames may come
-    /// unasked.
+    /// Whether a thread has to drive the engine even if no program waits.
     fn needs_driver(&self) -> bool;
 
-    /// Whether a program waits for it rather than computing.
+    /// Whether a program waits for the channel rather than computing.
     fn is_awaited(&self) -> bool;
 
     /// Takes up commands, does its own work and gives `out` what has become ready to be sent.
     fn poll(&mut self, now: Duration, out: &mut Outgoing<'_>) -> Result<Polled, Error>;
 
-    /// Looks, twice a second, for what has waited too long.
+    /// Looks for what has waited too long. Called twice a second.
     fn tick(&mut self, now: Duration) -> Result<(), Error>;
 
-    /// It is closed because of `error`: tells the program. The engine has let go of its memory.
+    /// The channel is closed because of `error`, and tells its program so. The engine has let go of
+    /// the channel's memory.
     fn fail(&mut self, error: Error) -> LastWords;
 }
 
 /// Where the payload of a frame goes.
 #[derive(Debug)]
 pub(crate) enum Landing {
-    /// Straight into memory of exactly its length. `past_cache`: nobody looks at it soon.
+    /// Straight into memory of exactly the payload's length. `past_cache`: nobody looks at this
+    /// memory soon, so the bytes need not stay in the cache.
     Assign { region: Region, past_cache: bool },
     /// Through the engine's scratch, piece by piece, in whole elements of `width` bytes.
     Combine { width: usize },
-    /// Nowhere yet: it has to wait until the channel has done something.
+    /// Nowhere yet: the frame has to wait until the channel asks for a [new
+    /// look](Polled::reconsider).
     Later,
 }
 
@@ -85,35 +90,35 @@ pub(crate) enum Landing {
 pub(crate) struct Sent {
     /// The number the message was given.
     pub(crate) receipt: u64,
-    /// Its last frame's payload.
+    /// The payload of the message's last frame.
     pub(crate) payload: Payload,
 }
 
 /// How a node is gone.
 #[derive(Clone, Debug)]
 pub(crate) enum Gone {
-    /// It said goodbye to everybody.
+    /// The node said goodbye on the link.
     Left,
     /// The connection broke, or the node fell silent.
     Lost(String),
-    /// It sent something that is not a frame.
+    /// The node sent something that is not a frame, or not a frame for this link.
     Garbage(String),
 }
 
 /// How a channel stands after a [poll](Channel::poll).
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Polled {
-    /// It has more to do right now.
+    /// The channel has more to do right now.
     pub(crate) busy: bool,
-    /// A program has just told it to do something.
+    /// A program has just told the channel to do something.
     pub(crate) commanded: bool,
-    /// It wants to be polled again at this time.
+    /// The channel wants to be polled again at this time.
     pub(crate) wake: Option<Duration>,
-    /// It may now have a place for frames that had to wait.
+    /// The channel may now have a place for frames that had to wait.
     pub(crate) reconsider: bool,
     /// A program that waits should look again.
     pub(crate) progressed: bool,
-    /// All said and done: it may be removed.
+    /// The channel has nothing more to do and may be removed.
     pub(crate) over: bool,
 }
 
@@ -124,7 +129,7 @@ pub(crate) struct LastWords {
     pub(crate) speaker: u32,
 }
 
-/// Takes what one channel sends.
+/// Takes the messages that one channel sends.
 pub(crate) struct Outgoing<'a> {
     pub(super) me: NodeId,
     pub(super) id: ChannelId,
@@ -135,7 +140,7 @@ pub(crate) struct Outgoing<'a> {
 }
 
 impl Outgoing<'_> {
-    /// Queues a message for `to`. False if `to` is gone: nobody takes it then.
+    /// Queues a message for `to`. False if `to` is gone: then the message is dropped.
     pub(crate) fn send(&mut self, to: NodeId, mut message: Message) -> bool {
         let peer = self.peers.get_mut(to.index()).and_then(Option::as_mut);
         let Some(peer) = peer.filter(|peer| peer.gone.is_none()) else { return false };

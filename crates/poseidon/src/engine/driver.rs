@@ -1,10 +1,11 @@
-//! Who moves an engine along.
+//! Which thread drives an engine.
 //!
-//! An engine needs a thread to drive it. As long as it carries a session that is its own thread,
-//! because gradients of other nodes may come at any time. Otherwise the cheapest is whoever waits for
-//! an operation: no other thread has to be woken then, on the way in or out. So the engine is behind a
-//! lock that whoever waits may take; its own thread takes it for operations that nobody waits for, and
-//! now and then to keep the links alive.
+//! An engine needs a thread that drives it. As long as the engine carries a session, this is the
+//! engine's own thread, because gradients of other nodes may come at any time. Otherwise it is
+//! cheapest if the thread that waits for an operation drives: no other thread has to be woken then,
+//! on the way in or out. So the engine is behind a lock, and a thread that waits may take it. The
+//! engine's own thread takes it for operations that nobody waits for, and twice a second to keep
+//! the links alive.
 
 use super::channel::Channel;
 use super::{Engine, Next};
@@ -30,12 +31,12 @@ pub(crate) struct Driver {
     /// For threads in `wait_stopped`.
     ended: Condvar,
     epoch: Instant,
-    /// Several nodes share this host's cores: let those that were written to run.
+    /// Several nodes share this host's cores: after writing, the thread lets the receivers run.
     yields: bool,
-    /// The process whose links these are. One that is forked from it has the links too, but not the
-    /// thread, and locks as they happened to be.
+    /// The process that opened the links. A process that is forked from it has the links too, but
+    /// not the engine's own thread, and has locks in whatever state they were.
     owner: u32,
-    /// What this node is called, if it has to be said that its thread panicked.
+    /// What this node is called in the error that its thread has panicked.
     name: String,
 }
 
@@ -46,12 +47,12 @@ struct Driven {
     stopped: bool,
 }
 
-/// What threads tell each other. Never held while driving.
+/// What threads tell each other. Its lock is never held while a thread drives.
 #[derive(Default)]
 struct Gate {
-    /// Threads that wait for the lock, or for an operation.
+    /// Threads in `wait` that do not drive.
     waiting: usize,
-    /// The engine's own thread has something to do.
+    /// The engine's own thread has been told that there is something to drive.
     kicked: bool,
     stopped: bool,
 }
@@ -134,12 +135,13 @@ impl Driver {
 
     /// A channel has been given something to do by a program that does not drive.
     pub(crate) fn wake(&self) {
-        // If that fails, whoever drives finds it at its next turn.
+        // If the wake-up fails, the thread that drives finds the command at its next turn.
         let _ = self.waker.wake();
     }
 
-    /// A channel has been given something to do: it is begun here and now if nobody drives. `watched`:
-    /// somebody will wait for it; otherwise the engine's own thread sees to it.
+    /// A channel has been given something to do. If nobody drives, this thread takes one turn,
+    /// which begins the work. `watched`: a thread will wait for the rest, and drive; otherwise the
+    /// engine's own thread is told to.
     pub(crate) fn nudge(&self, watched: bool) {
         match self.try_take() {
             Some(mut driven) => {
@@ -147,7 +149,8 @@ impl Driver {
                 self.let_go(driven, watched);
             }
             None => {
-                // Whoever drives may be on its way out, and looks at the orders once more.
+                // The thread that drives may be about to let go of the lock. It looks at the orders
+                // once more afterwards.
                 lock(&self.orders).push(Order::Look);
                 self.wake();
                 if !watched {
@@ -157,7 +160,8 @@ impl Driver {
         }
     }
 
-    /// Waits until `is_done` or the deadline has passed, and drives if nobody else does.
+    /// Waits until `is_done`, or until the deadline has passed. Drives the engine meanwhile if no
+    /// other thread does.
     pub(crate) fn wait(&self, is_done: impl Fn() -> bool, deadline: Option<Instant>) {
         let expired = || deadline.is_some_and(|deadline| Instant::now() >= deadline);
         while !is_done() && !expired() {
@@ -171,8 +175,8 @@ impl Driver {
             }
             let mut gate = lock(&self.gate);
             gate.waiting += 1;
-            // Whoever drives looks at `waiting` after it has let go: it sees this one, or this one sees
-            // that the lock is free.
+            // A thread that drives looks at `waiting` after it has let go of the lock. So either it
+            // sees this thread, or this thread sees that the lock is free.
             if !is_done() && self.driven.try_lock().is_err_and(would_block) {
                 let left = deadline.map_or(LOOK, |d| d.saturating_duration_since(Instant::now()));
                 let woken = self.progressed.wait_timeout(gate, left.min(LOOK));
@@ -182,7 +186,7 @@ impl Driver {
         }
     }
 
-    /// The engine's own thread has something to do.
+    /// Wakes the engine's own thread, to drive what no other thread may be waiting for.
     pub(crate) fn kick(&self) {
         let mut gate = lock(&self.gate);
         if !gate.kicked {
@@ -218,7 +222,7 @@ impl Driver {
             }
             gate.kicked = false;
             drop(gate);
-            // Whoever drives looks after the links too.
+            // If another thread drives, that thread looks after the links.
             let Some(mut driven) = self.try_take() else { continue };
             self.look(&mut driven, Duration::ZERO);
             self.drive(&mut driven, None, Engine::is_idle);
@@ -242,9 +246,10 @@ impl Driver {
             }
             let timeout = match next {
                 Next::Again => {
-                    // Those who were just written to read while it is in the cache. Not while the
-                    // training program computes: it would take the core, and keep it. But once after a
-                    // command: a program that wants to wait must first get to.
+                    // Let the receivers run, which read what was just written while it is in the
+                    // cache. Not while the training program computes: it would take the core, and
+                    // keep it. But once after a command, because a program that is about to wait
+                    // must run to get there.
                     let commanded = driven.engine.take_commanded();
                     if self.yields && (commanded || driven.engine.is_awaited()) {
                         std::thread::yield_now();
@@ -305,13 +310,15 @@ impl Driver {
     fn try_take(&self) -> Option<MutexGuard<'_, Driven>> {
         match self.driven.try_lock() {
             Ok(driven) => Some(driven),
-            // A panic while driving is a bug; what it has left is better served than abandoned.
+            // A panic while a thread drove is a bug. The engine it has left is better driven on
+            // than abandoned.
             Err(TryLockError::Poisoned(poisoned)) => Some(poisoned.into_inner()),
             Err(TryLockError::WouldBlock) => None,
         }
     }
 
-    /// Gives the lock back. Unless `settled`, what is under way is left to the engine's own thread.
+    /// Gives the lock back. Unless `settled`, the engine's own thread is told to drive on what is
+    /// under way.
     fn let_go<'a>(&'a self, mut driven: MutexGuard<'a, Driven>, settled: bool) {
         loop {
             let orphaned = !settled && !driven.engine.is_idle();
@@ -331,8 +338,8 @@ impl Driver {
                 self.progressed.notify_all();
             }
             drop(gate);
-            // Orders that came while this thread was on its way out: whoever gave them saw the lock
-            // taken.
+            // Orders may have come just before this thread gave the lock back. The threads that
+            // gave them saw the lock taken, and did not drive.
             if lock(&self.orders).is_empty() {
                 return;
             }
@@ -343,8 +350,8 @@ impl Driver {
     }
 }
 
-/// Reports a panic of an engine's own thread, which nobody would hear of otherwise until a deadline
-/// passes.
+/// Closes all channels if the engine's own thread panics. Without it, programs would hear of the
+/// panic only when a deadline passes.
 struct Witness<'a>(&'a Driver);
 
 impl Drop for Witness<'_> {

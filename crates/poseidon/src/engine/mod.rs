@@ -2,8 +2,9 @@
 //! words. Sessions and groups are [channels](channel::Channel) on it.
 //!
 //! [`Engine`] is the engine without a thread: tests drive it over in-memory links in virtual time.
-//! [`driver::Driver`] is what gives it one.
+//! [`driver::Driver`] gives an engine its thread.
 //!
+//! * `channel`: what the engine asks of sessions and groups. `driver`: which thread drives it.
 //! * `peer`: one link. `outbox`: what is sent next on it. `traffic`: what is counted.
 
 pub(crate) mod channel;
@@ -27,21 +28,25 @@ use std::time::Duration;
 /// One lane's links, by the node at the other end.
 pub(crate) type Links = Vec<(NodeId, Box<dyn Link>)>;
 
+/// One lane of a node: its links, and the channels whose frames they carry. One thread at a time
+/// drives it, by calling `turn` again and again.
 pub(crate) struct Engine {
     me: NodeId,
     peers: Vec<Option<Peer>>,
     channels: Channels,
-    /// Shared by all links, so that it stays in cache: payloads are read here and combined from here.
+    /// Payloads that are combined are read here first. All links share it, so that it stays in the
+    /// cache.
     scratch: Vec<u64>,
     silence: Duration,
     next_tick: Duration,
-    /// The peer that is written to first, next time.
+    /// The index of the peer that is written to first, next time.
     turn: usize,
-    /// Programs that wait should look again.
+    /// Something has happened that programs may wait for.
     progressed: bool,
     /// A program has just told a channel to do something.
     commanded: bool,
-    /// The node leaves; from then on nobody is waited for.
+    /// Set when the node leaves: the time at which the connections are closed, whoever has not read
+    /// all of them.
     closing: Option<Duration>,
 }
 
@@ -49,7 +54,7 @@ pub(crate) struct Engine {
 #[derive(Default)]
 pub(crate) struct Channels {
     open: BTreeMap<ChannelId, Slot>,
-    /// Closed here: frames of theirs may still come.
+    /// Channels that were closed here. Frames of them may still come.
     ended: BTreeSet<ChannelId>,
     /// Channels that have to be closed, and why.
     faults: Vec<(ChannelId, Error)>,
@@ -61,7 +66,7 @@ struct Slot {
     unsent: usize,
 }
 
-/// What the thread should do after a turn.
+/// What the thread that drives should do after a turn.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum Next {
     /// There is more to do right now.
@@ -79,12 +84,12 @@ const SCRATCH: usize = (128 << 10) / size_of::<u64>();
 const BURST: usize = 256 << 10;
 const TICK: Duration = Duration::from_millis(500);
 const HEARTBEAT: Duration = Duration::from_secs(2);
-/// How long a node that leaves keeps its connections open for those who have not read all of them.
+/// How long a node that leaves keeps a connection open if the other end has not read all of it.
 const LINGER: Duration = Duration::from_secs(10);
 
 impl Engine {
-    /// An engine of node `me` of `nodes` nodes. A peer that has not been heard for `silence` is dead,
-    /// and so is one that takes no bytes for so long.
+    /// An engine of node `me` of `nodes` nodes. A peer that has not been heard for `silence` is
+    /// taken for dead, and so is a peer that takes no bytes for as long.
     pub(crate) fn new(
         me: NodeId,
         nodes: usize,
@@ -103,7 +108,8 @@ impl Engine {
             scratch: vec![0; SCRATCH],
             silence,
             next_tick: now + TICK,
-            // Everybody starts with somebody else, so that no node is flooded by all the others.
+            // Every node starts with the node after itself, so that no node is flooded by all the
+            // others.
             turn: me.index() + 1,
             progressed: false,
             commanded: false,
@@ -178,7 +184,8 @@ impl Engine {
         std::mem::take(&mut self.commanded)
     }
 
-    /// Does all that can be done now.
+    /// Reads, lets channels work, and writes: a share of what can be done now. Then looks at what
+    /// is due, and closes channels that have failed.
     pub(crate) fn turn(&mut self, now: Duration) -> Next {
         if let Some(end) = self.closing {
             return self.take_leave(now, end);
@@ -202,7 +209,7 @@ impl Engine {
         Next::Sleep(polled.wake.map_or(self.next_tick, |wake| wake.min(self.next_tick)))
     }
 
-    /// Leaves: says goodbye on every link. Whatever channel is still open is dropped.
+    /// The node leaves: it says goodbye on every link. Channels that are still open are dropped.
     pub(crate) fn close(&mut self, now: Duration) {
         if self.closing.is_some() {
             return;
@@ -216,7 +223,7 @@ impl Engine {
         self.closing = Some(now + LINGER);
     }
 
-    /// A bug has ended the thread that drove this: every channel is closed with `error`.
+    /// Closes every channel with `error`, because nobody can drive this engine any more.
     pub(crate) fn fail_all(&mut self, error: &Error) {
         let open: Vec<ChannelId> = self.channels.open.keys().copied().collect();
         self.channels.faults.extend(open.into_iter().map(|id| (id, error.clone())));
@@ -254,8 +261,8 @@ impl Engine {
         all
     }
 
-    /// Writes to the peers in turn until a burst is out. Reading comes first and writing goes on
-    /// next time: what is on its way between two nodes of one host then stays in the cache.
+    /// Writes to the peers in turn until a burst is out. The rest is written in the next turn,
+    /// after reading: so what is on its way between two nodes of one host stays in the cache.
     fn write_burst(&mut self, now: Duration) {
         let nodes = self.peers.len();
         let mut left = BURST;
@@ -276,7 +283,8 @@ impl Engine {
         for peer in self.peers.iter_mut().flatten().filter(|peer| peer.gone.is_none()) {
             let unheard = now.saturating_sub(peer.heard);
             let unspoken = now.saturating_sub(peer.spoke);
-            // A peer whose frames wait here is not listened to: what it says is behind them.
+            // A link with a parked frame is not read, so its peer cannot be heard: heartbeats are
+            // behind that frame.
             if unheard > silence && !peer.is_parked() {
                 let how = format!("not heard for {silence:?}, though the connection is open");
                 peer.gone = Some(Gone::Lost(how));
@@ -295,7 +303,7 @@ impl Engine {
         }
     }
 
-    /// Tells the channels of peers that are gone.
+    /// Tells the channels which peers are gone, once for each peer.
     fn note_gone(&mut self) {
         for peer in self.peers.iter_mut().flatten() {
             let Some(why) = peer.gone.clone().filter(|_| !peer.reported) else { continue };
@@ -310,8 +318,8 @@ impl Engine {
                     self.channels.faults.extend(told.err().map(|error| (id, error)));
                 }
             }
-            // A channel that can do without what was not delivered goes on; the others must not take
-            // it for sent.
+            // A channel that goes on without the messages that were not delivered counts them as
+            // sent. A channel that has failed must not.
             for (id, receipt, payload) in undelivered {
                 if !self.channels.faults.iter().any(|(failed, _)| *failed == id) {
                     self.channels.let_go(id, receipt, payload);
@@ -346,13 +354,14 @@ impl Engine {
         any
     }
 
-    /// Removes a channel that is over, or that nobody wants any more.
+    /// Removes a channel that is over, or whose node leaves.
     fn remove(&mut self, id: ChannelId) {
         self.peers.iter_mut().flatten().for_each(|peer| peer.let_go(id));
         self.channels.open.remove(&id);
         self.channels.ended.insert(id);
     }
 
+    /// Offers the frames that had to wait to the channels once more. True if something has moved.
     fn reconsider(&mut self, now: Duration) -> bool {
         let mut moved = false;
         for peer in self.peers.iter_mut().flatten() {
@@ -361,9 +370,9 @@ impl Engine {
         moved
     }
 
-    /// Writes the last word to everybody, then waits for them to close: a connection that is dropped
-    /// with something unread in it may take with it what it has still to deliver. Shared memory
-    /// keeps it.
+    /// Writes what is left to every peer, the goodbye last, then waits until the peer closes the
+    /// connection. A connection that is closed while something in it is unread may lose what it has
+    /// still to deliver. Shared memory does not lose it.
     fn take_leave(&mut self, now: Duration, end: Duration) -> Next {
         for slot in &mut self.peers {
             let Some(peer) = slot else { continue };
@@ -385,11 +394,12 @@ impl Engine {
 }
 
 impl Channels {
-    /// Where the payload of a frame goes. `None`: its channel is closed here.
+    /// Where the payload of a frame goes. `None`: nowhere, because its channel is closed here or
+    /// fails now.
     fn open(&mut self, header: &Header, now: Duration) -> Option<Landing> {
         let id = header.channel;
         let Some(Slot { channel, .. }) = self.open.get_mut(&id) else {
-            // Its session or group may be about to start here.
+            // The session or group of this channel may be about to start here.
             return (!self.ended.contains(&id)).then_some(Landing::Later);
         };
         let landing = if header.epoch > channel.epoch() {
@@ -412,7 +422,7 @@ impl Channels {
         }
     }
 
-    /// Whether it is open here, or was: then it will not be opened any more.
+    /// Whether channel `id` is open here, or was. If not, it may still be opened.
     fn is_known(&self, id: ChannelId) -> bool {
         self.open.contains_key(&id) || self.ended.contains(&id)
     }
@@ -429,7 +439,7 @@ impl Channels {
         }
     }
 
-    /// A link has taken a frame.
+    /// A link has taken a whole frame of channel `id`.
     fn sent(
         &mut self,
         id: ChannelId,

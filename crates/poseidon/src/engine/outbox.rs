@@ -1,4 +1,5 @@
-//! What an engine sends next to one peer: core's queue decides, and batches of it are written together.
+//! What an engine sends next to one peer. Core's queue decides the order; frames are written in
+//! batches.
 
 use crate::memory::region::Region;
 use poseidon_core::queue::{BATCH_BYTES, BATCH_FRAMES};
@@ -12,7 +13,7 @@ use std::sync::Arc;
 #[derive(Debug, Default)]
 pub(crate) struct Outbox {
     waiting: Queue<Message>,
-    /// Chosen and on their way: written together, in order.
+    /// Frames that were chosen and are on their way. They are written together, in order.
     batch: VecDeque<Frame>,
     /// Bytes of the batch's first frame that the link has taken.
     written: usize,
@@ -21,18 +22,18 @@ pub(crate) struct Outbox {
 /// What a channel wants sent: one frame, or several if the payload is cut into pieces.
 #[derive(Debug)]
 pub(crate) struct Message {
-    /// Of the first frame. Every later one has the next chunk index.
+    /// The header of the first frame. Every later frame has the next chunk index.
     pub(crate) header: Header,
     pub(crate) payload: Payload,
     /// Smaller numbers go first.
     pub(crate) urgency: u64,
-    /// The channel gets this number back when the last frame has left.
+    /// The channel gets this number back when the message's last frame has left.
     pub(crate) receipt: u64,
     /// Most bytes of a frame's payload.
     pub(crate) piece: usize,
 }
 
-/// Bytes are borrowed from where they are.
+/// What a message carries. Bytes are read from where they are.
 #[derive(Debug)]
 pub(crate) enum Payload {
     None,
@@ -48,10 +49,10 @@ pub(crate) enum Payload {
 pub(super) struct Frame {
     header: [u8; Header::SIZE],
     pub(super) channel: ChannelId,
-    /// The layer it is about, if it is about one.
+    /// The layer that the frame is about, if it is about one.
     pub(super) layer: Option<u32>,
     pub(super) payload: Payload,
-    /// If this is the last frame of its message.
+    /// The message's receipt, if this is its last frame.
     pub(super) receipt: Option<u64>,
 }
 
@@ -106,8 +107,9 @@ impl Outbox {
         }
     }
 
-    /// Forgets all of `channel` that the link has not begun to take. What it has begun is copied, so
-    /// that nothing refers to the channel's memory any more.
+    /// Forgets all messages and frames of `channel` that the link has not begun to take. A frame
+    /// that the link has begun to take is copied, so that nothing refers to the channel's memory
+    /// any more.
     pub(super) fn let_go(&mut self, channel: ChannelId) {
         self.waiting.retain(|message| message.header.channel != channel);
         let begun = self.written > 0;

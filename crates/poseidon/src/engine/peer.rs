@@ -11,6 +11,7 @@ use std::collections::VecDeque;
 use std::io::{self, IoSliceMut};
 use std::time::Duration;
 
+/// The node at the other end of one link, and the state of the link.
 pub(crate) struct Peer {
     node: NodeId,
     link: Box<dyn Link>,
@@ -18,22 +19,22 @@ pub(crate) struct Peer {
     head: [u8; Header::SIZE],
     have: usize,
     state: State,
-    /// Frames nobody had asked for, that were in the way of others.
+    /// Frames that nobody had asked for when they came, and that were in the way of other frames.
     aside: VecDeque<(Header, Vec<u8>)>,
     aside_bytes: usize,
     /// The link may have something to read, or room to write. Set by readiness events, cleared by
     /// a short read or write (the events are edge-triggered).
     readable: bool,
     writable: bool,
-    /// When bytes last came, and when the link last took some (or had nothing to take).
+    /// When bytes last came, and when the link last took some bytes.
     pub(super) heard: Duration,
     pub(super) spoke: Duration,
-    /// The other end has closed. That is reported once, perhaps together with its last bytes, so
-    /// from then on a short read does not mean that there is nothing more to read.
+    /// The other end has closed. The event queue reports that once, perhaps together with the last
+    /// bytes. So from then on a short read does not mean that there is nothing more to read.
     closed: bool,
-    /// Nothing more comes from it or goes to it, and why.
+    /// Set when nothing more comes from the peer or goes to it: why.
     pub(super) gone: Option<Gone>,
-    /// The channels have been told that it is gone.
+    /// The channels have been told that the peer is gone.
     pub(super) reported: bool,
     /// Bytes read and written so far.
     pub(super) moved: u64,
@@ -60,7 +61,8 @@ enum State {
         carry: [u8; 8],
         carried: usize,
     },
-    /// A frame nobody has asked for, and others are behind it.
+    /// A frame nobody has asked for. Its payload is read aside, because a channel awaits what is
+    /// behind it.
     Aside {
         header: Header,
         bytes: Vec<u8>,
@@ -79,8 +81,8 @@ enum State {
 
 /// Bytes taken from one peer before the others get their turn.
 const READ_BUDGET: usize = 512 << 10;
-/// Bytes of frames that nobody has asked for, kept for one peer so that others can pass. Beyond it
-/// the link waits until somebody asks for the first of them.
+/// Most bytes of frames that nobody has asked for, kept aside for one peer so that other frames can
+/// pass. Beyond it the next such frame is parked, and the link waits until its channel asks for it.
 const MOST_ASIDE: usize = 64 << 20;
 /// More than two sockets' buffers hold.
 const DRAIN_READS: usize = 256;
@@ -115,8 +117,9 @@ impl Peer {
         self.node
     }
 
-    /// The link is ready. Shared memory has one bell for both ways. `closed`: the other end has
-    /// closed; what it has sent is still there to be read.
+    /// The link is ready. A link through shared memory has one bell for both ways, so it may be
+    /// ready for either. `closed`: the other end has closed; what it has sent is still there to be
+    /// read.
     pub(super) fn handle_ready(&mut self, readable: bool, writable: bool, closed: bool) {
         let both = self.link.carrier() == Carrier::Shared;
         if let Err(error) = self.link.handle_ready() {
@@ -140,17 +143,18 @@ impl Peer {
         self.writable && self.gone.is_none() && !self.outbox.is_empty()
     }
 
-    /// Whether it may be read: it is not while a frame waits that nobody has asked for.
+    /// Whether the link may be read. It is not read while a frame is parked in it.
     pub(super) fn may_read(&self) -> bool {
         self.readable && self.gone.is_none() && !self.is_parked()
     }
 
-    /// Whether what it says may be waiting behind a frame that nobody has asked for.
+    /// Whether a frame that nobody has asked for is parked in the link. What the peer says later is
+    /// behind it.
     pub(super) fn is_parked(&self) -> bool {
         matches!(self.state, State::Parked(_))
     }
 
-    /// Hands all that is still to be written to `gone`: nobody reads it.
+    /// Hands all that is still to be written to `gone`, because the peer is gone.
     pub(super) fn discard(&mut self, gone: impl FnMut(ChannelId, u64, Payload)) {
         self.outbox.discard(gone);
     }
@@ -201,7 +205,8 @@ impl Peer {
             }
             Err(e) if e.kind() == io::ErrorKind::Interrupted => 0,
             Err(e) => {
-                // It may have said why, before it closed: the next reads say so, or that it is gone.
+                // The peer may have said why before it closed. The next reads find its words, or
+                // find that the link has ended.
                 self.writable = false;
                 self.closed = true;
                 self.readable = true;
@@ -214,9 +219,9 @@ impl Peer {
     }
 
     /// Says that nothing more is written, and throws away what comes. True when the other end has
-    /// closed too, or goes on and on.
+    /// closed too, or when it has sent more than sockets hold.
     pub(super) fn drain(&mut self, scratch: &mut [u64]) -> bool {
-        // If that fails the connection is gone, and the next read says so.
+        // If `finish` fails the connection is gone, and the next read says so.
         let _ = self.link.finish();
         for _ in 0..DRAIN_READS {
             match self.link.read(&mut [IoSliceMut::new(bytemuck::cast_slice_mut(scratch))]) {
@@ -261,8 +266,8 @@ impl Peer {
         }
     }
 
-    /// One system call: the rest of this payload and, in the same breath, the next header. Returns the
-    /// bytes read and whether that was less than there was room for.
+    /// Reads once: the rest of this payload and, in the same system call, the next header. Returns
+    /// the bytes read and whether they were fewer than there was room for.
     fn read_once(
         &mut self,
         channels: &mut Channels,
@@ -328,8 +333,8 @@ impl Peer {
         Ok((payload + header, drained))
     }
 
-    /// Finishes a payload that is all there, opens the next frame if its header is. True if there may
-    /// be more to do without reading.
+    /// Finishes a payload that is all there, or opens the next frame if its header is all there.
+    /// True if there may be more to do without reading.
     fn advance(&mut self, channels: &mut Channels, scratch: &mut [u64], now: Duration) -> bool {
         let complete = match &self.state {
             State::Header => {
@@ -357,7 +362,7 @@ impl Peer {
                 }
                 State::Aside { header, bytes, .. } => {
                     self.put_aside(header, bytes);
-                    // What it waited for may have happened while it came.
+                    // The channel may have begun to want this frame while its payload came.
                     self.replay(channels, scratch, now);
                 }
                 State::Abort { header, text, .. } if channels.is_known(header.channel) => {
@@ -383,11 +388,11 @@ impl Peer {
             Kind::Heartbeat => {}
             Kind::Bye if header.channel == ChannelId::LINK => {
                 self.gone = Some(Gone::Left);
-                // The other end waits for this one to close.
+                // The other end waits until this end closes.
                 let _ = self.link.finish();
             }
             Kind::Bye => {
-                // It comes after what is still waiting.
+                // A goodbye is told after the channel's frames that still wait.
                 let waits = |(first, _): &(Header, Vec<u8>)| first.channel == header.channel;
                 if channels.is_known(header.channel) && !self.aside.iter().any(waits) {
                     channels.goodbye(header.channel, self.node);
@@ -453,7 +458,8 @@ impl Peer {
         moved
     }
 
-    /// Gives the channels what was put aside, as far as they want it now.
+    /// Gives the channels the frames that were put aside, as far as they want them now. True if
+    /// they took any.
     fn replay(&mut self, channels: &mut Channels, scratch: &mut [u64], now: Duration) -> bool {
         let mut moved = false;
         let mut index = 0;
@@ -481,7 +487,8 @@ impl Peer {
                     channels.landed(header.channel, self.node);
                 }
                 Some(Landing::Combine { width }) => {
-                    // The bytes lie wherever they were allocated: elements have to be aligned.
+                    // The kept bytes may lie at any address, but elements have to be aligned: they
+                    // go through the scratch.
                     let aligned: &mut [u8] = bytemuck::cast_slice_mut(scratch);
                     for piece in bytes.chunks(aligned.len() / width * width) {
                         aligned[..piece.len()].copy_from_slice(piece);

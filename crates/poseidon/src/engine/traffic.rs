@@ -20,7 +20,7 @@ pub(crate) struct Counters {
     bytes_received: AtomicU64,
     frames_sent: AtomicU64,
     frames_received: AtomicU64,
-    /// Bytes sent, by layer: frames that are about one, headers included.
+    /// Bytes sent, by layer: all frames that are about the layer, headers included.
     layers: Box<[AtomicU64]>,
 }
 

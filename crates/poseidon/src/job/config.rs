@@ -198,7 +198,7 @@ impl Config {
         Ok(())
     }
 
-    /// What this node shows at the door.
+    /// What this node proves who it is with, on every connection.
     pub fn credentials(&self) -> Credentials {
         credentials(&self.cluster, self.secret.clone())
     }

@@ -15,7 +15,7 @@ use std::sync::Arc;
 #[serde(tag = "type", rename_all = "lowercase")]
 pub(crate) enum Message {
     Join(Box<Join>),
-    /// As JSON: a book of another version is told apart before it is read.
+    /// The book as JSON: a node looks at its version before it reads the rest.
     Book(Value),
     Refused {
         reason: String,
@@ -48,7 +48,8 @@ pub(crate) enum Message {
 }
 
 impl Message {
-    /// Its type, as the wire says it: what it carries may be long.
+    /// The message's type, as the wire spells it. Errors name only the type, because what a message
+    /// carries may be long.
     pub(crate) fn name(&self) -> &'static str {
         match self {
             Self::Join(_) => "join",
@@ -116,14 +117,14 @@ impl Reply {
         Self::new(to, &Message::Refused { reason })
     }
 
-    /// The same for all of them, encoded once.
+    /// The same message for all `askers`, encoded once.
     pub(crate) fn to_all(askers: impl IntoIterator<Item = Asker>, message: &Message) -> Vec<Self> {
         let body = Body::answer(message);
         askers.into_iter().map(|to| Self { to, body: body.clone() }).collect()
     }
 }
 
-/// A message as JSON, ready to be written: those who wait for one thing share it.
+/// A message as JSON, ready to be written. Askers that wait for the same answer share the bytes.
 #[derive(Clone, Debug)]
 pub(crate) struct Body(Arc<Vec<u8>>);
 
@@ -141,7 +142,8 @@ impl Body {
         Ok(Self(Arc::new(body)))
     }
 
-    /// What the coordinator writes: `message`, or a refusal if that is too large.
+    /// What the coordinator writes: `message`, or a refusal if the message is too large for a
+    /// frame.
     fn answer(message: &Message) -> Self {
         Self::new(message).unwrap_or_else(|e| {
             let refusal = Message::Refused { reason: e.to_string() };
@@ -149,10 +151,11 @@ impl Body {
         })
     }
 
-    /// The frame for `request`: its beginning, and the rest, which all requests share.
+    /// The frame that answers `request`: its first bytes, which have the request's number, and the
+    /// rest, which is the same for all requests.
     pub(crate) fn frame(&self, sender: NodeId, request: Option<u64>) -> (Vec<u8>, &[u8]) {
-        // A message is an object with at least its type: what follows its brace begins with a
-        // field.
+        // A message is a JSON object that has at least a type. So what follows the opening brace
+        // begins with a field, and the number can go in front of it.
         let rest = &self.0[1..];
         let brace = match request {
             Some(request) => format!("{{\"request\":{request},"),
@@ -181,6 +184,7 @@ impl Body {
     }
 }
 
+/// Reads one message. Whatever is not a control message is an error of kind `InvalidData`.
 pub(crate) fn receive(stream: &mut impl Read) -> io::Result<Numbered> {
     let invalid = |why: String| io::Error::new(io::ErrorKind::InvalidData, why);
     let mut head = [0; Header::SIZE];
@@ -193,7 +197,7 @@ pub(crate) fn receive(stream: &mut impl Read) -> io::Result<Numbered> {
     if header.kind != Kind::Control || length > MAX_CONTROL {
         return Err(invalid(format!("expected a control message, got {header:?}")));
     }
-    // Grows as bytes really come: an announced length alone reserves nothing.
+    // The vector grows as bytes come: a length that is only announced reserves no memory.
     let mut body = Vec::new();
     stream.take(length as u64).read_to_end(&mut body)?;
     if body.len() < length {

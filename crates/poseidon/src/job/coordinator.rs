@@ -1,9 +1,10 @@
 //! The coordinator: nodes join, it writes the information book, anybody may ask it, and nodes
 //! gather small facts and open channels through it.
 //!
-//! It lives in worker 0's process, or in the launcher's; either way it is a listener, a thread per
-//! control connection that reads, and one that watches the time. Decisions are made by `Joining`,
-//! `Rounds` and `Openings`, which know of no sockets. No gradient ever passes through it.
+//! The coordinator lives in worker 0's process, or in the launcher's. It has a thread that listens,
+//! a thread for each control connection that reads it, and a thread that watches the time.
+//! Decisions are made by `Joining`, `Rounds` and `Openings`, which know of no sockets. No gradient
+//! ever passes through it.
 
 use crate::job::control::{Asker, Body, Message, Numbered, Reply, receive};
 use crate::job::gather::{self, Post};
@@ -55,7 +56,8 @@ impl Coordinator {
         };
         let answering = shared.clone();
         let deliver = move |_hello, stream: Stream| {
-            // Its own thread: a node stays connected for as long as it is in the job.
+            // Every connection has a thread of its own: a node stays connected for as long as it is
+            // in the job.
             let spawned = answering.register(stream).and_then(|(id, reader)| {
                 let answering = answering.clone();
                 std::thread::Builder::new()
@@ -76,8 +78,9 @@ impl Coordinator {
         Ok(Self { address, shared, clock: Some(clock), _serving: serving })
     }
 
-    /// Starts a coordinator on a free port of this host, at the address by which it reaches `near` (`host:port`), or
-    /// the one `POSEIDON_ADDRESS` names: there, others that can reach `near` can probably reach it too.
+    /// Starts a coordinator on a free port of this host. It listens at the address that
+    /// `POSEIDON_ADDRESS` names or, without that, at the one from which this host reaches `near`
+    /// (`host:port`): hosts that can reach `near` can probably reach this address too.
     pub fn beside(near: &str, credentials: Credentials, patience: Duration) -> Result<Self, Error> {
         let wanted = crate::job::config::wanted_address();
         let choice = poseidon_link::address::choose(wanted.as_deref(), near)?;
@@ -97,7 +100,7 @@ impl Coordinator {
 }
 
 impl Drop for Coordinator {
-    /// Whoever still waits for the others is told, while there is somebody to tell it: the process
+    /// Nodes that still wait for others are told while there is somebody to tell them: the process
     /// may end next.
     fn drop(&mut self) {
         self.shared.act(|state, _| {
@@ -105,7 +108,8 @@ impl Drop for Coordinator {
             state.openings.rounds.clear();
             state.joining.stop()
         });
-        // What is owed is said, and what a caller is saying is heard.
+        // Answers that are owed are written first, and a caller that is about to say something is
+        // heard.
         self.shared.wait_until(|state, waited| {
             let owed = state.owed > 0 && waited < PATIENCE_FOR_WORDS;
             let silent = !state.silent.is_empty() && waited < LAST_WORDS;
@@ -159,13 +163,15 @@ pub fn query(
 #[derive(Debug)]
 struct Shared {
     state: Mutex<State>,
-    /// Something was said, or a connection has ended.
+    /// For threads in `wait_until`: an answer was written, or a connection has ended.
     changed: Condvar,
-    /// There may be an earlier deadline than the one that is waited for.
+    /// For the thread that watches the time: there may be an earlier deadline than the one it waits
+    /// for.
     time: Condvar,
 }
 
-/// Connections' threads and the clock write it.
+/// What the coordinator knows. The connections' threads and the thread that watches the time change
+/// it.
 #[derive(Debug)]
 struct State {
     joining: Joining,
@@ -174,7 +180,7 @@ struct State {
     /// Channels that nodes of the job are opening.
     openings: Openings,
     connections: BTreeMap<u64, Arc<Connection>>,
-    /// Those of them that have not said anything yet.
+    /// Connections that have not said anything yet.
     silent: BTreeSet<u64>,
     /// The number of the next connection.
     next: u64,
@@ -222,7 +228,7 @@ impl Shared {
         Ok((id, reader))
     }
 
-    /// Hears what comes by a connection until it ends.
+    /// Handles what comes over a connection until the connection ends.
     fn converse(&self, id: u64, mut reader: Half) {
         let _ending = Ending { shared: self, id };
         reader.set_deadline(Some(Instant::now() + PATIENCE_FOR_WORDS));
@@ -231,12 +237,13 @@ impl Shared {
                 Ok(heard) => self.act(|state, now| state.handle(id, heard, now)),
                 Err(error) => return self.lock().log_end(id, &error),
             }
-            // Nodes stay connected; on any other connection the answer is the end.
+            // Nodes stay connected. Any other connection is closed with its first answer.
             reader.set_deadline(None);
         }
     }
 
-    /// Changes the state, and then says what follows from it.
+    /// Changes the state, then writes the replies that `change` returns. The lock is not held while
+    /// they are written.
     fn act(&self, change: impl FnOnce(&mut State, Instant) -> Vec<Reply>) {
         let mut state = self.lock();
         let replies = change(&mut state, Instant::now());
@@ -287,7 +294,7 @@ impl Shared {
     }
 }
 
-/// A connection's end, however its thread ends.
+/// Handles the end of a connection when the connection's thread ends, by a panic too.
 struct Ending<'a> {
     shared: &'a Shared,
     id: u64,
@@ -321,8 +328,8 @@ impl State {
                 let Some(connection) = self.connections.get(&id) else { return replies };
                 if self.joining.is_empty() {
                     let nodes = usize::from(join.workers) + usize::from(join.servers.extra());
-                    // Without room for all of them the last ones are not accepted, which is logged
-                    // too.
+                    // Without descriptors for all nodes the last nodes are not accepted, which is
+                    // logged too.
                     if let Err(shortage) = descriptors::reserve(Need { nodes, lanes: 1 }) {
                         tracing::warn!("{shortage}");
                     }
@@ -364,7 +371,8 @@ impl State {
         }
     }
 
-    /// The cluster of the job, if it has started and `node` is who speaks.
+    /// The job's cluster, if the job has started and the connection of `asker` is not another
+    /// node's than `node`.
     fn book_for(&self, asker: Asker, node: NodeId) -> Result<Cluster, String> {
         let book = self.joining.book().ok_or("the job has not started")?;
         match self.joining.node_of(asker.connection) {
@@ -409,12 +417,12 @@ impl State {
         self.joining.node_of(id).map(|node| (node, book.cluster.clone()))
     }
 
-    /// Nobody waits for a node that has left.
+    /// Ends the openings that wait for a node that has left.
     fn forget(&mut self, left: Option<(NodeId, Cluster)>) -> Vec<Reply> {
         left.map_or_else(Vec::new, |(node, cluster)| self.openings.handle_left(&cluster, node))
     }
 
-    /// A node says goodbye before it hangs up, and the lanes tell of one that does not: only
+    /// A node says goodbye before it hangs up, and the lanes report a node that does not. So only
     /// strangers are worth a warning.
     fn log_end(&self, id: u64, error: &std::io::Error) {
         let Some(Connection { peer, .. }) = self.connections.get(&id).map(|c| &**c) else { return };
@@ -428,7 +436,7 @@ impl State {
 }
 
 impl Connection {
-    /// Says something, and hangs up if it is the last thing to say.
+    /// Writes `body`, and hangs up if it is the `last` thing to say.
     fn write(&self, body: &Body, request: Option<u64>, last: bool) {
         let mut writer = self.writer.lock().unwrap_or_else(PoisonError::into_inner);
         writer.set_deadline(Some(Instant::now() + PATIENCE_FOR_WORDS));
@@ -436,7 +444,7 @@ impl Connection {
         if let Err(error) = &written {
             let peer = &self.peer;
             match error.kind() {
-                // It is gone; its own thread notices.
+                // The other end is gone. The connection's own thread notices that.
                 ErrorKind::BrokenPipe | ErrorKind::ConnectionReset => {
                     tracing::debug!(%peer, %error, "a control connection got no answer");
                 }
@@ -453,14 +461,14 @@ impl Connection {
     }
 
     fn is_hung_up(&self) -> bool {
-        // While somebody writes to it, it is taken for alive.
+        // While a thread writes to the connection, the connection is taken for alive.
         self.writer.try_lock().is_ok_and(|writer| writer.is_hung_up())
     }
 }
 
 /// How long a caller may take to say what it wants, and to take its answer.
 const PATIENCE_FOR_WORDS: Duration = Duration::from_secs(10);
-/// How long a coordinator that stops waits for what a caller is saying: a round trip, and time to
+/// How long a coordinator that stops waits for a caller's first message: a round trip, and time to
 /// spare.
 const LAST_WORDS: Duration = Duration::from_secs(1);
 /// How often a wait that ends by the clock looks at it.

@@ -1,7 +1,7 @@
 //! Small facts of all workers, now and then: the accuracy of an epoch, statistics at the end.
 //!
-//! Every worker posts its value to the coordinator, which answers all when the last one has. All
-//! values pass through one process, so it is not for tensors.
+//! Every worker posts its value to the coordinator. The coordinator answers all workers when the
+//! last one has posted. All values pass through one process, so this is not for tensors.
 
 use crate::GatherError;
 use crate::job::control::{Asker, Message, Reply};
@@ -59,7 +59,8 @@ impl ControlLine {
     }
 }
 
-/// The coordinator's side: takes a worker's value, and answers all if it was the last.
+/// The coordinator's side: takes a worker's value, and answers all workers if it was the last
+/// value.
 pub(crate) fn post(
     rounds: &mut Rounds<Value>,
     cluster: &Cluster,

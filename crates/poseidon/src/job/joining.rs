@@ -1,4 +1,5 @@
-//! Who has joined so far, and what becomes of it: pure decisions of the coordinator.
+//! Which nodes have joined, and whether there is a book: decisions of the coordinator, without
+//! sockets and threads.
 
 use crate::job::book::{BOOK_VERSION, Book, lookup, query};
 use crate::job::control::{Asker, Join, Message, Reply};
@@ -20,8 +21,8 @@ pub(crate) struct Joining {
     gone: BTreeMap<NodeId, Gone>,
     /// The book, or why there will be none.
     outcome: Option<Result<Arc<Book>, String>>,
-    /// Whether nodes have been told that one of them is lost. All of them stop then: other losses
-    /// only follow.
+    /// Whether nodes have been told that one of them is lost. All nodes stop at the first loss, so
+    /// later losses only follow from it and are not told.
     told_of_loss: bool,
 }
 
@@ -29,7 +30,7 @@ pub(crate) struct Joining {
 struct Joined {
     join: Join,
     asker: Asker,
-    /// From which address.
+    /// The address it joined from.
     peer: String,
     since: Instant,
 }
@@ -39,7 +40,7 @@ struct Gone {
     peer: String,
     joined: Instant,
     left: Instant,
-    /// Its own words, if it said any.
+    /// The node's own words, if it said any.
     reason: Option<String>,
 }
 
@@ -76,8 +77,8 @@ impl Joining {
         self.joined.get(&node).map(|joined| joined.asker.connection)
     }
 
-    /// A node wants to join. It is answered now if it is refused, and otherwise with everybody
-    /// else.
+    /// A node wants to join. If it is refused it is answered now, and otherwise together with all
+    /// other nodes.
     pub(crate) fn handle_join(
         &mut self,
         asker: Asker,
@@ -96,12 +97,12 @@ impl Joining {
         replies
     }
 
-    /// A connection has ended, without a goodbye if it was a node's.
+    /// A connection has ended. If it was a node's, the node had not said goodbye.
     pub(crate) fn handle_closed(&mut self, connection: u64, now: Instant) -> Vec<Reply> {
         self.remove(connection, None, now)
     }
 
-    /// A node says goodbye; with a reason it gives up.
+    /// A node says goodbye. If it has a reason, it gives up.
     pub(crate) fn handle_leave(
         &mut self,
         connection: u64,
@@ -118,7 +119,7 @@ impl Joining {
         }
     }
 
-    /// Somebody has waited long enough.
+    /// Calls the job off if a node has waited long enough for the others.
     pub(crate) fn handle_time(&mut self, now: Instant) -> Vec<Reply> {
         if self.deadline().is_none_or(|deadline| now < deadline) {
             return Vec::new();
@@ -144,7 +145,8 @@ impl Joining {
         // Without anybody who waits there is nobody to tell.
         let oldest = self.joined.values().map(|joined| joined.since).min()?;
         let free = self.patience.min(FREE);
-        // Whoever waits has waited for the restarted process as long as anybody.
+        // A free place waits for a restarted process from when its node went or, if that is later,
+        // from when the first node that still waits had joined.
         let gone = self.gone.values().map(|gone| gone.left.max(oldest) + free);
         gone.chain([oldest + self.patience]).min()
     }
@@ -251,8 +253,8 @@ impl Joining {
         reason
     }
 
-    /// Tells everybody who has joined what became of it. Called when that has just been decided, if
-    /// it has.
+    /// Tells all nodes that have joined whether there is a book. Called while that is undecided,
+    /// and once after it has been decided.
     fn announce(&mut self) -> Vec<Reply> {
         match &self.outcome {
             None => Vec::new(),
@@ -300,7 +302,7 @@ impl Joining {
         Reply::to_all(self.everybody(), &Message::Lost { node, why })
     }
 
-    /// All are here. Worker 0's number of lanes holds for everybody.
+    /// Writes the book: all nodes are here. Worker 0's number of lanes holds for all nodes.
     fn write_book(&self) -> Result<Arc<Book>, String> {
         let first = &self.joined[&NodeId(0)].join;
         let cluster =
@@ -321,7 +323,7 @@ impl Joining {
         self.cluster().map_or_else(|| format!("node {node}"), |cluster| cluster.name(node))
     }
 
-    /// What those who have joined believe in.
+    /// The cluster, as the nodes that have joined describe it.
     fn cluster(&self) -> Option<Cluster> {
         let first = &self.joined.values().next()?.join;
         Cluster::new(first.workers, first.servers, 1).ok()

@@ -15,11 +15,11 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-/// The connection to the coordinator. Threads ask over it at the same time; each is handed its own
-/// answer.
+/// The connection to the coordinator. Several threads may ask over it at the same time; each of
+/// them is handed its own answer.
 pub(crate) struct ControlLine {
     me: NodeId,
-    /// The coordinator's, for people.
+    /// `host:port` of the coordinator, for errors.
     address: String,
     /// A frame is written under this lock, whole.
     writer: Mutex<Half>,
@@ -27,26 +27,26 @@ pub(crate) struct ControlLine {
     /// Written once, when the coordinator has answered the join.
     book: OnceLock<Arc<Book>>,
     reader: Option<JoinHandle<()>>,
-    /// The process whose connection it is: one that is forked from it has the socket too, but must
-    /// not close it.
+    /// The process that made the connection. A process that is forked from it has the socket too,
+    /// but must not close it.
     owner: u32,
 }
 
 /// What the lanes know of the job while somebody waits for the coordinator.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum JobState {
-    /// It goes on.
+    /// The job goes on.
     Running,
     /// This node has said goodbye and takes part in nothing new.
     Departed(NodeId),
-    /// It has failed: no answer is of use any more.
+    /// The job has failed: no answer is of use any more.
     Failed,
 }
 
 /// Why there is no answer.
 #[derive(Clone, Debug, thiserror::Error)]
 pub(crate) enum LineError {
-    /// The message does not fit into a frame; the line is as good as before.
+    /// The message does not fit into a frame. Nothing was written, and the line can still be used.
     #[error("{0}")]
     TooLarge(String),
     /// A node has left the job, and no answer came soon after.
@@ -55,7 +55,7 @@ pub(crate) enum LineError {
     /// The job has failed meanwhile.
     #[error("the job has failed")]
     Failed,
-    /// The coordinator should have answered by now, with words about who is missing.
+    /// No answer has come, although the coordinator should have said by now who is missing.
     #[error("no answer within {0:.1?}")]
     Overdue(Duration),
     /// There is no coordinator any more.
@@ -157,7 +157,8 @@ impl ControlLine {
         };
         let _asking = Asking { shared: &self.shared, request };
         match self.write(&body, Some(request), &mut wait) {
-            // The reading thread knows best why: it is about to say so.
+            // If the connection has broken, the reading thread knows best why. It is about to wake
+            // this thread.
             Ok(()) | Err(LineError::Gone(_)) => {}
             Err(error) => return Err(error),
         }
@@ -232,7 +233,8 @@ impl ControlLine {
         self.book.get().map(|book| &book.cluster)
     }
 
-    /// Writes a whole frame. One that is given up half-way leaves the line useless.
+    /// Writes a whole frame. If it is given up half-way, the connection is closed: nothing can
+    /// follow half a frame.
     fn write(
         &self,
         body: &Body,
@@ -270,7 +272,7 @@ impl ControlLine {
         }
         drop(state);
         let Ok(body) = Body::new(&Message::Leave { reason }) else { return };
-        // Whoever does not hear it sees the connection end.
+        // If the coordinator does not hear this, it sees the connection end.
         let _ = self.write(&body, None, &mut Wait::new(Duration::ZERO, &|| JobState::Running));
     }
 }
@@ -283,7 +285,7 @@ impl Drop for ControlLine {
         self.leave(None);
         self.writer.get_mut().unwrap_or_else(PoisonError::into_inner).hang_up();
         if let Some(reader) = self.reader.take() {
-            // It has nothing to read any more.
+            // The connection is closed, so the reading thread ends.
             let _ = reader.join();
         }
     }
@@ -318,7 +320,8 @@ impl Shared {
             let mut state = self.lock();
             match (request, message) {
                 (Some(request), answer) => {
-                    // Whoever has given up waiting does not want it any more.
+                    // A thread that has given up waiting has taken itself off the list. Its answer
+                    // is dropped.
                     if let Some(asker) = state.asking.remove(&request) {
                         let _ = asker.send(answer);
                     }
@@ -341,7 +344,7 @@ impl Shared {
         if !stopping {
             self.alarm.store(true, Ordering::Release);
         }
-        // Those who ask hear that nobody answers any more.
+        // This wakes the threads that wait for an answer: none will come.
         state.asking.clear();
     }
 }
@@ -355,7 +358,7 @@ impl Gone {
     }
 }
 
-/// A request under way. Whoever stops waiting takes it off the list.
+/// A request under way. When its asker stops waiting, the drop takes it off the list.
 struct Asking<'a> {
     shared: &'a Shared,
     request: u64,
@@ -367,32 +370,35 @@ impl Drop for Asking<'_> {
     }
 }
 
-/// How long to wait, and whether it is worth while.
+/// A thread's wait for the coordinator: until when, and whether the job still goes on.
 struct Wait<'a> {
     began: Instant,
     deadline: Instant,
     watch: &'a dyn Fn() -> JobState,
-    /// A node that has said goodbye: the deadline is a near one since.
+    /// A node that has said goodbye. When it was noticed, the deadline was moved to a few seconds
+    /// later.
     departed: Option<NodeId>,
 }
 
 impl<'a> Wait<'a> {
     fn new(patience: Duration, watch: &'a dyn Fn() -> JobState) -> Self {
         let began = Instant::now();
-        // A patience that no clock can count is as good as a year's.
+        // An `Instant` cannot count every `Duration`. A patience it cannot count is taken for a
+        // year.
         let deadline =
             began.checked_add(patience.saturating_add(LAST_WORDS)).unwrap_or(began + YEAR);
         Self { began, deadline, watch, departed: None }
     }
 
-    /// How long to wait before looking again.
+    /// How long to wait before the next look at the job's state. An error if there is nothing left
+    /// to wait for.
     fn stretch(&mut self) -> Result<Duration, LineError> {
         let now = Instant::now();
         match (self.watch)() {
             JobState::Failed => return Err(LineError::Failed),
             JobState::Departed(node) if self.departed.is_none() => {
                 self.departed = Some(node);
-                // It may have posted before it left, and the answer be under way.
+                // The node may have posted before it left. Then the answer is under way.
                 self.deadline = self.deadline.min(now + LAST_WORDS);
             }
             JobState::Departed(_) | JobState::Running => {}
@@ -404,7 +410,7 @@ impl<'a> Wait<'a> {
         Ok(left.min(GLANCE))
     }
 
-    /// A node that has left explains what follows from it.
+    /// If a node has left, its leaving is the cause of `error`, and is told instead.
     fn instead_of(&self, error: LineError) -> LineError {
         match self.departed {
             Some(node) if (self.watch)() != JobState::Failed => LineError::Departed(node),
@@ -415,6 +421,7 @@ impl<'a> Wait<'a> {
 
 /// How often a wait looks whether the job has failed.
 const GLANCE: Duration = Duration::from_millis(100);
-/// The coordinator's patience begins later than ours, and ends with words about who is missing.
+/// What a node waits beyond its patience: the coordinator's patience begins later than the node's,
+/// and ends with words about who is missing.
 const LAST_WORDS: Duration = Duration::from_secs(5);
 const YEAR: Duration = Duration::from_secs(365 * 24 * 3600);

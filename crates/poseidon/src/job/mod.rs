@@ -1,4 +1,11 @@
-//! How processes become a job: who am I, where is everybody, what do all of them know.
+//! How processes become a job: which node a process is, where the other nodes are, and what all of
+//! them know.
+//!
+//! * `config`: raw arguments and environment become a `Config`. `rendezvous`: joins the job and opens
+//!   its links. `book`: questions to the information book.
+//! * `control`: what is said on control connections. `line`: a node's end of its connection.
+//! * `coordinator`: the other end. `joining`, `rounds`, `gather` and `open` decide for it, without
+//!   sockets: who is in the job, what nodes post under one name, small facts, channels.
 
 pub mod config;
 pub mod coordinator;

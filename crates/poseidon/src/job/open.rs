@@ -1,8 +1,8 @@
 //! Channels: what sessions and groups get from the coordinator, so that they can share the links of
 //! a job.
 //!
-//! Every member posts the channel's name, its members and the job it is for. When the last one has,
-//! and all agree, they get its number.
+//! Every member posts the channel's name, its members and the job it is for. When the last member
+//! has posted, and all agree, they get the channel's number.
 
 use crate::OpenError;
 use crate::job::book::Job;
@@ -17,11 +17,11 @@ use std::time::{Duration, Instant};
 /// A channel that is wanted.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Channel<'a> {
-    /// Tells it from others that are being opened at the same time.
+    /// Tells the channel from others that are being opened at the same time.
     pub(crate) name: &'a str,
     /// In ascending order.
     pub(crate) members: &'a [NodeId],
-    /// What is trained over it, if anything is.
+    /// What is trained over the channel; none for a group.
     pub(crate) job: Option<&'a Job>,
 }
 
@@ -87,7 +87,8 @@ impl Default for Openings {
 }
 
 impl Openings {
-    /// Takes a node's wish, and answers all members if it was the last or differs from the others'.
+    /// Takes one member's post. Answers all members if it was the last post, or if it differs from
+    /// the others.
     pub(crate) fn post(
         &mut self,
         cluster: &Cluster,
@@ -118,7 +119,8 @@ impl Openings {
                 Some(format!("its members are {ours} on {me} but {theirs} on {their_name}"))
             };
             if let Some(difference) = difference {
-                // They would never agree: all of them hear why now, not when time is up.
+                // These members would never agree. All who have posted hear why now, not when time
+                // is up.
                 let reason = format!("'{name}' is not the same on all its members: {difference}");
                 let refused = Message::Refused { reason };
                 let mut replies = vec![Reply::new(asker, &refused)];
@@ -137,7 +139,7 @@ impl Openings {
         }
     }
 
-    /// `node` is gone: nobody waits for it any more.
+    /// `node` has left the job: refuses the openings that wait for it, and all later ones.
     pub(crate) fn handle_left(&mut self, cluster: &Cluster, node: NodeId) -> Vec<Reply> {
         self.left.insert(node);
         let mut replies = Vec::new();
@@ -149,7 +151,7 @@ impl Openings {
     }
 }
 
-/// What is wrong with a wish on its own.
+/// Why a post makes no sense, whatever the other members post.
 fn nonsense(cluster: &Cluster, node: NodeId, members: &[NodeId]) -> Option<String> {
     let unknown = |node: &&NodeId| cluster.role(**node).is_none();
     if !members.is_sorted_by(|a, b| a < b) {

@@ -21,16 +21,16 @@ use std::sync::mpsc::{self, Receiver, RecvTimeoutError};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-/// What a process has once it is in.
+/// What a process has once it has joined.
 pub(crate) struct Joined {
     pub(crate) book: Arc<Book>,
     /// By lane.
     pub(crate) links: Vec<Links>,
-    /// To the coordinator, for the life of the job.
+    /// The connection to the coordinator, for the life of the job.
     pub(crate) line: Arc<ControlLine>,
-    /// Turns strangers away for as long as it is held.
+    /// Accepts connections and turns strangers away, for as long as this is held.
     pub(crate) serving: Serving,
-    /// If it is served here.
+    /// The coordinator, if this process serves it.
     pub(crate) coordinator: Option<Coordinator>,
 }
 
@@ -72,7 +72,8 @@ pub(crate) fn join(config: &Config, job: Option<Job>) -> Result<Joined, Error> {
     };
     let run = Arc::new(Run::default());
     let (serving, arrivals) = receive_callers(listener, config, &credentials, run.clone())?;
-    // Dropped before the listener, which waits for callers that wait for the book.
+    // This is dropped before the listener is. The listener's drop waits for callers, and callers
+    // wait for the book.
     let _closing = Closing(run.clone());
 
     let to = Address::Tcp(meeting_point.clone());
@@ -113,7 +114,8 @@ fn serve_coordinator(config: &Config) -> Result<Coordinator, Error> {
 
 type Arrival = (Hello, Stream);
 
-/// Which run of the job this node is in, once it knows. Callers that know it earlier wait here.
+/// Which run of the job this node is in, once the book has come. Callers that have their book
+/// earlier wait here.
 #[derive(Default)]
 struct Run {
     progress: Mutex<Progress>,
@@ -184,7 +186,7 @@ impl Run {
     }
 }
 
-/// Lets nobody wait for a book that will not come.
+/// Ends the waits of callers when it is dropped, if there is no book by then.
 struct Closing(Arc<Run>);
 
 impl Drop for Closing {
@@ -208,7 +210,7 @@ fn receive_callers(
         if hello.purpose != Purpose::Lane {
             return Err(Status::Purpose);
         }
-        // The one with the higher id calls.
+        // Of two nodes, the one with the higher id calls.
         if hello.node.index() >= nodes || hello.node <= me {
             return Err(Status::Node);
         }
@@ -216,7 +218,7 @@ fn receive_callers(
     };
     let (sender, arrivals) = mpsc::channel();
     let deliver = move |hello, stream| {
-        // Nobody listens any more once all links are there: a late caller is hung up on.
+        // Once all links are there nobody takes new connections, and a late caller is hung up on.
         let _ = sender.send((hello, stream));
     };
     let serving = listener.serve(credentials.clone(), admit, deliver);
@@ -232,8 +234,9 @@ struct Opening<'a> {
 }
 
 impl Opening<'_> {
-    /// One link per lane and node this one exchanges chunks with: to lower ids it calls, from
-    /// higher ids it is called. Ends as soon as the coordinator says that a node is lost.
+    /// Opens one link per lane to each node that this one exchanges anything with. This node calls
+    /// the nodes of lower ids, and is called by those of higher ids. Fails as soon as the
+    /// coordinator says that a node is lost.
     fn gather_links(&self, arrivals: &Receiver<Arrival>) -> Result<Vec<Links>, Error> {
         let Self { config, book, .. } = *self;
         let me = config.node();
@@ -323,7 +326,7 @@ impl Opening<'_> {
     }
 }
 
-/// A process that has run out of descriptors is told what its job needs.
+/// Adds what the job needs to the error of a process that has run out of descriptors.
 fn with_need(error: Error, need: Need) -> Error {
     let short = match &error {
         Error::Bind(why) => match &**why {

@@ -1,5 +1,5 @@
-//! Things that several nodes post to the coordinator under one name, and that are complete when the
-//! last of them has.
+//! What several nodes post to the coordinator under one name. A round is complete when the last of
+//! its members has posted.
 
 use crate::job::control::{Asker, Message, Reply};
 use poseidon_core::NodeId;
@@ -19,8 +19,8 @@ pub(crate) struct Round<T> {
     /// Who has to post.
     pub(crate) members: Vec<NodeId>,
     pub(crate) posts: BTreeMap<NodeId, (Asker, T)>,
-    /// When the first of those who wait has waited long enough. None: it waits for as long as it
-    /// takes.
+    /// When the least patient of those who have posted has waited long enough. None: all of them
+    /// wait for as long as it takes.
     deadline: Option<Instant>,
 }
 
@@ -37,7 +37,8 @@ pub(crate) struct Posted<T> {
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct PostedAlready;
 
-/// When somebody who has `patience_ms` now has none left. None if no clock counts that far.
+/// When a node that has a patience of `patience_ms` at `now` has none left. None if no clock counts
+/// that far.
 pub(crate) fn deadline(now: Instant, patience_ms: u64) -> Option<Instant> {
     now.checked_add(Duration::from_millis(patience_ms))
 }
@@ -97,7 +98,7 @@ impl<T> Rounds<T> {
         self.open.values().filter_map(|round| round.deadline).min()
     }
 
-    /// Forgets all of them.
+    /// Forgets all rounds.
     pub(crate) fn clear(&mut self) {
         self.open.clear();
     }

@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Condvar, Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
-/// Progress of all layers of a node, and its failure if it has one.
+/// Progress of all layers of a session on this node, and the session's failure if it has one.
 #[derive(Debug)]
 pub(crate) struct Board {
     /// Per layer: lanes that have not finished their part. The session sets it when a layer goes
@@ -15,14 +15,14 @@ pub(crate) struct Board {
     /// Per layer: when its last lane finished, in nanoseconds since `epoch`. Written by that lane.
     finished: Vec<AtomicU64>,
     epoch: Instant,
-    /// Lanes that this session is still on.
+    /// Lanes that the session still has a part on.
     lanes: AtomicUsize,
     failure: OnceLock<Error>,
-    /// The first node that said goodbye. Written by the lane that heard it.
+    /// The first node that said goodbye. Written by the lane that heard the goodbye.
     departed: OnceLock<NodeId>,
     /// Threads that wait: without one, a lane need not touch the gate.
     sleepers: AtomicUsize,
-    /// Those of them that are the training program's.
+    /// How many of the sleepers are threads of the training program.
     idlers: AtomicUsize,
     gate: Mutex<()>,
     changed: Condvar,
@@ -61,7 +61,7 @@ impl Board {
         self.lanes.load(Ordering::SeqCst) == 0
     }
 
-    /// Waits until the session has no part on any lane. They end on their own deadlines.
+    /// Waits until the session has no part on any lane. The parts end on their own deadlines.
     pub(crate) fn wait_closed(&self) {
         let mut gate = self.gate.lock().unwrap_or_else(PoisonError::into_inner);
         while self.lanes.load(Ordering::SeqCst) > 0 {
@@ -83,7 +83,7 @@ impl Board {
         }
     }
 
-    /// The node has failed; the first reason stays.
+    /// The session has failed; the first reason stays.
     pub(crate) fn fail(&self, error: Error) {
         let _ = self.failure.set(error);
         self.wake_all();
@@ -93,12 +93,12 @@ impl Board {
         self.failure.get().cloned()
     }
 
-    /// `node` has said goodbye, while the job goes on.
+    /// `node` has said goodbye, while others go on.
     pub(crate) fn note_departed(&self, node: NodeId) {
         let _ = self.departed.set(node);
     }
 
-    /// A node that takes part in nothing new.
+    /// The first node that has said goodbye: it takes part in nothing new.
     pub(crate) fn departed(&self) -> Option<NodeId> {
         self.departed.get().copied()
     }
@@ -117,8 +117,8 @@ impl Board {
         self.epoch + Duration::from_nanos(self.finished[layer.index()].load(Ordering::Relaxed))
     }
 
-    /// Sleeps until `layer` is done (true), the node has failed, or `deadline` has passed (false).
-    /// Meanwhile the training program does nothing else.
+    /// Sleeps until `layer` is done (true), the session has failed, or `deadline` has passed
+    /// (false). Meanwhile the training program does nothing else.
     pub(crate) fn wait(&self, layer: LayerId, deadline: Instant) -> Result<bool, Error> {
         if !self.is_over(layer) {
             self.idlers.fetch_add(1, Ordering::Relaxed);
@@ -131,8 +131,8 @@ impl Board {
         self.failure().map_or(Ok(false), Err)
     }
 
-    /// The same for a thread beside the training program, which may be computing. True if `layer` is
-    /// done.
+    /// As [`wait`](Self::wait), for a thread beside the training program, which may be computing.
+    /// True if `layer` is done.
     pub(crate) fn wait_beside(&self, layer: LayerId, deadline: Instant) -> bool {
         self.sleep(layer, deadline);
         self.is_done(layer)

@@ -1,7 +1,8 @@
 //! A session's part on one lane: its chunks, and what it awaits from whom.
 //!
-//! A lane is one thread of a node with a link to the same lane of every other node. [`SessionLane`] is
-//! what one session has there; the [engine](crate::engine) carries its frames.
+//! A lane is one engine of a node and its thread, with a link to the same lane of every other node.
+//! [`SessionLane`] is what one session has on a lane; the [engine](crate::engine) carries its
+//! frames.
 //!
 //! * `plan_state`: what the session's plan makes on this lane. `board`: where lanes tell the program
 //!   what is done, and what went wrong.
@@ -32,7 +33,7 @@ use std::time::Duration;
 pub(crate) enum Command {
     /// A layer goes out.
     Send(Arc<Exchange>),
-    /// A layer's factors go out: they are in their place.
+    /// A layer's factors go out. The session has written them to the layer's matrix.
     SendFactors { layer: LayerId, clock: Clock, rows: usize, rate: f32 },
     /// What is this lane waiting for, of this layer?
     Explain(LayerId, SyncSender<Vec<String>>),
@@ -62,7 +63,7 @@ pub(crate) struct SessionLane {
     counters: Arc<Counters>,
     /// A chunk that has waited this long for a worker stops the job.
     stall: Duration,
-    /// By node: it has said goodbye.
+    /// By node: whether it has said goodbye.
     departed: Vec<bool>,
     finishing: bool,
 }
@@ -109,8 +110,8 @@ impl SessionLane {
         now: Duration,
         out: &mut Outgoing<'_>,
     ) -> Result<(), Error> {
-        // Every worker has a link to every server, and to every other worker. If one is gone, this
-        // session is about to be told.
+        // Every worker has a link to every server and to every other worker. If a link is gone, the
+        // engine is about to tell this session.
         let mut send = |node, message| {
             out.send(node, message);
         };
@@ -135,7 +136,8 @@ impl SessionLane {
                 let words = awaited.map(|(chunk, node)| {
                     format!("chunk {} from {}", chunk.index, self.cluster.name(node))
                 });
-                // The asker has its own deadline and may have gone; so may those of the next two.
+                // The thread that asks has its own deadline and may have gone. The same is true of
+                // the next two commands.
                 let _ = reply.try_send(words.collect());
                 Ok(())
             }
@@ -171,8 +173,8 @@ impl SessionLane {
         }
     }
 
-    /// Whether all goodbyes are said and heard. A dedicated server says its own after the last
-    /// worker's.
+    /// Whether all goodbyes are said and heard. A dedicated server says its goodbye after the last
+    /// worker has.
     fn is_over(&mut self, out: &mut Outgoing<'_>) -> bool {
         let all_departed = self.members.iter().all(|node| self.departed[node.index()]);
         let serves_only = self.cluster.role(self.me).is_some_and(|r| !r.worker);
@@ -211,7 +213,7 @@ impl SessionLane {
         })
     }
 
-    /// `node` is gone, and what was awaited from it.
+    /// The error for a `node` that is gone: names what was awaited from the node.
     fn lost(&self, node: NodeId, how: String) -> Error {
         let mut awaited = self.state.awaited().filter(|(_, server)| *server == node);
         let first = awaited.next().map(|(chunk, _)| {
@@ -223,7 +225,8 @@ impl SessionLane {
             };
             format!("chunk {} of layer '{layer}' at clock {clock}{more}", chunk.index)
         });
-        // Not waiting for it as a server: then perhaps for its worker's contribution.
+        // If nothing is awaited from the node as a server, perhaps a contribution is awaited from
+        // its worker.
         let stalled = || {
             let stall = self.state.poll_stalled(Duration::MAX, Duration::ZERO)?;
             let layer = self.layer_name(stall.key.layer);
@@ -311,7 +314,7 @@ impl Channel for SessionLane {
         Error::Aborted { node: self.cluster.name(from), reason }
     }
 
-    /// Contributions of others come unasked.
+    /// As long as `node` has not said goodbye: contributions come unasked.
     fn awaits(&self, node: NodeId) -> bool {
         !self.departed[node.index()] && self.members.contains(&node)
     }
@@ -330,7 +333,7 @@ impl Channel for SessionLane {
             match self.commands.try_recv() {
                 Ok(command) => {
                     polled.commanded = true;
-                    // Frames of the new plan may have come before it.
+                    // Frames of the new plan may have come before this command.
                     polled.reconsider |= matches!(command, Command::Replan(_));
                     self.handle_command(command, now, out)?;
                 }
@@ -362,7 +365,7 @@ impl Channel for SessionLane {
 
     fn fail(&mut self, error: Error) -> LastWords {
         let reason = match &error {
-            // The others put the name before it themselves.
+            // The other nodes put this node's name before the reason themselves.
             Error::Aborted { node, reason } if *node == self.cluster.name(self.me) => {
                 reason.clone()
             }
@@ -386,5 +389,5 @@ pub(crate) fn partners(cluster: &Cluster, me: NodeId) -> Vec<NodeId> {
     cluster.node_ids().filter(partner).collect()
 }
 
-/// The receipt of a goodbye. Other messages have those of [`PlanState`].
+/// The receipt of a goodbye. Other messages have the receipts that [`PlanState`] gives.
 const GOODBYE: u64 = u64::MAX - 1;

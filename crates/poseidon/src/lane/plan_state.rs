@@ -1,8 +1,8 @@
-//! What a plan makes on one lane of one node: the lane's shard of the store, and its part of every
-//! layer's syncer. One value, so that a plan can be replaced whole.
+//! What a plan makes on one lane of one node: the lane's shard, and a syncer, or a gather of
+//! factors, for its chunks of every layer. It is one value, so that a plan can be replaced whole.
 //!
-//! Knows nothing of links: frames come in through `open` and `handle_*`, and go out through the
-//! closures given to `handle_send` and `poll_completed`.
+//! It knows nothing of links: frames come in through `open`, `combine` and `landed`, and go out
+//! through the closures given to `handle_send`, `handle_send_factors` and `poll_completed`.
 
 use crate::engine::channel::{Landing, Sent};
 use crate::engine::outbox::{Message, Payload};
@@ -21,6 +21,7 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 
+/// A plan's state on one lane of one node.
 pub(crate) struct PlanState {
     pub(super) epoch: Epoch,
     me: NodeId,
@@ -28,24 +29,24 @@ pub(crate) struct PlanState {
     store: Option<Store>,
     syncers: Vec<Syncer>,
     exchanges: Vec<Option<Arc<Exchange>>>,
-    /// By layer, for those that go by factors.
+    /// By layer: the lane's part in gathering its factors, if it goes by factors.
     gathers: Vec<Option<Gathering>>,
     /// Per layer: gradients and updates that links still read from the exchange's memory.
     unsent: Vec<usize>,
-    /// Chunks of this node's worker for this node's shard whose sums others have begun. They are
-    /// added when there is nothing else to do: all at once they would push everything else out of
-    /// the cache.
+    /// Chunks of this node's worker for this node's shard, where the sum has been begun by another
+    /// worker. One is added in every turn: all at once they would push everything else out of the
+    /// cache.
     own: VecDeque<ChunkKey>,
     completed: Vec<Completed>,
     /// By node: the payload that comes from it now.
     arriving: Vec<Option<Arriving>>,
     board: Arc<Board>,
-    /// Results are too many to be in a cache when the program gets to them.
+    /// The results are too many bytes to be still in a cache when the program gets to them.
     results_are_large: bool,
 }
 
-/// Bytes of all results from which on they are. Below it two workers of a host are a tenth slower if results
-/// go past the cache; beyond it they are faster (ADR 0008).
+/// Results of this many bytes or more go past the cache. With fewer bytes two workers of a host are
+/// a tenth slower if results go past the cache; with more they are faster (ADR 0008).
 const LARGE: usize = 32 << 20;
 
 /// The update rule's vectors of one chunk, and which elements of the layer they belong to.
@@ -70,7 +71,8 @@ enum Arriving {
     Rows { rows: Rows, chunk: ChunkKey, clock: Clock },
 }
 
-/// The receipt of a result that a shard holds. Other messages have their layer's number.
+/// The receipt of a result that a shard holds. The receipt of any other message is its layer's
+/// number.
 const HELD_RESULT: u64 = u64::MAX;
 
 impl PlanState {
@@ -109,7 +111,7 @@ impl PlanState {
         }
     }
 
-    /// The training program lends a layer. Gives `send` a frame for every chunk that lives on
+    /// The training program lends a layer. Gives `send` a message for every chunk that lives on
     /// another node.
     pub(crate) fn handle_send(
         &mut self,
@@ -134,7 +136,8 @@ impl PlanState {
             }
         }
         self.exchanges[layer.index()] = Some(exchange);
-        // Chunks nobody else has begun are lent; only the others are work.
+        // A chunk that no other worker has contributed to is lent to the shard, which makes the sum
+        // in it. Only the other chunks are work.
         for _ in 0..self.own.len() {
             let Some(chunk) = self.own.pop_front() else { break };
             if !self.lend(chunk, now).map_err(|violation| (chunk, violation))? {
@@ -144,8 +147,8 @@ impl PlanState {
         Ok(())
     }
 
-    /// The training program's factors of `layer` are in their place. Gives `send` a frame for every
-    /// chunk and every other worker.
+    /// The training program's factors of `layer` are in its matrix. Gives `send` a message for
+    /// every chunk and every other worker.
     pub(crate) fn handle_send_factors(
         &mut self,
         layer: LayerId,
@@ -256,14 +259,14 @@ impl PlanState {
         }
     }
 
-    /// Adds one of this node's own chunks to its shard. False when there is none left.
+    /// Adds one of this node's own chunks to this node's shard. False if there was none.
     pub(crate) fn work(&mut self, now: Duration) -> Result<bool, (ChunkKey, Violation)> {
         let Some(chunk) = self.own.pop_front() else { return Ok(false) };
         self.contribute_own(chunk, now).map_err(|violation| (chunk, violation))?;
         Ok(true)
     }
 
-    /// Gives `send` an update for every other worker, for every chunk that has become complete.
+    /// Gives `send` an update for every chunk that has become complete and every other worker.
     pub(crate) fn poll_completed(&mut self, mut send: impl FnMut(NodeId, Message)) {
         while let Some(Completed { key, clock, result }) = self.completed.pop() {
             let layer = key.layer.index();
@@ -322,7 +325,8 @@ impl PlanState {
         parts.filter_map(held).collect()
     }
 
-    /// Gives the update rule back what [`Self::rule_state`] of all shards was. False if it does not fit.
+    /// Gives the update rule back what [`Self::rule_state`] of all shards was. False if the vectors
+    /// do not fit one of this shard's chunks.
     pub(crate) fn restore_rule(
         &mut self,
         layer: LayerId,
@@ -390,7 +394,8 @@ impl PlanState {
         gathered.max(self.syncers[layer.index()].clock())
     }
 
-    /// Offers the shard the memory of one of this node's own chunks. False if others were first.
+    /// Offers the shard the memory of one of this node's own chunks, to make the sum in. False if
+    /// another worker's contribution was first.
     fn lend(&mut self, chunk: ChunkKey, now: Duration) -> Result<bool, Violation> {
         let Some(mut lent) = self.lent(chunk) else { return Ok(true) };
         let header = contribution(self.me, chunk, &lent.range, &lent.exchange);
@@ -423,13 +428,15 @@ impl PlanState {
     fn finish_if_done(&mut self, layer: LayerId) {
         let done = self.syncers[layer.index()].is_synced() && self.unsent[layer.index()] == 0;
         if done && let Some(exchange) = self.exchanges[layer.index()].take() {
-            // Let go of the memory before saying so: the session takes it back at once.
+            // The lane lets go of the memory before it reports so: the session takes the memory
+            // back at once.
             drop(exchange);
             self.board.finish_part(layer);
         }
     }
 
-    /// The same for a layer that goes by factors.
+    /// A layer by factors is done on this lane when everybody's chunks have come and no link reads
+    /// this worker's own any more.
     fn finish_if_gathered(&mut self, layer: LayerId) {
         let Some(gathering) = &mut self.gathers[layer.index()] else { return };
         let done = gathering.gather.is_gathered() && self.unsent[layer.index()] == 0;
@@ -445,7 +452,7 @@ impl PlanState {
     }
 }
 
-/// A message about `layer`, which is in flight until a link has taken it.
+/// A message about `layer`. The layer stays in flight until a link has taken the message.
 fn about(header: Header, payload: Payload, layer: LayerId) -> Message {
     Message::new(header, payload, urgency(header.kind, layer), u64::from(layer.0))
 }

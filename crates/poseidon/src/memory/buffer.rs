@@ -27,7 +27,7 @@ pub enum Location {
 }
 
 enum Owner {
-    /// Ours: rebuilt into a `Vec` of this capacity when dropped.
+    /// The buffer's own: becomes a `Vec` of this capacity again when it is dropped.
     Vec { capacity: usize },
     /// Somebody else's, kept alive by this value.
     Foreign(#[allow(dead_code, reason = "held for its Drop")] Box<dyn Any + Send + Sync>),
@@ -73,8 +73,8 @@ impl Buffer {
     /// Reads a chunk through a shared reference.
     ///
     /// # Safety
-    /// While the slice lives nobody may write to `range`. Lanes keep this by construction: a chunk
-    /// belongs to one lane, and that lane is a single thread.
+    /// While the slice lives nobody may write to `range`. Lanes keep this promise by construction:
+    /// a chunk belongs to one lane, and one thread at a time works on a lane.
     pub(crate) unsafe fn chunk(&self, range: Range<usize>) -> &[f32] {
         assert!(range.start <= range.end && range.end <= self.len, "chunk outside its buffer");
         // SAFETY: in bounds by the assertion; no writer by the caller's promise.

@@ -1,7 +1,7 @@
 //! A layer's memory on its way through the lanes.
 //!
-//! The session lends it, every chunk of it belongs to one lane, and all access goes through
-//! [`Lent`]: the lanes themselves are safe code.
+//! The session lends the memory. Every chunk of it belongs to one lane. All access goes through
+//! [`Lent`], so the lanes themselves are safe code.
 
 use crate::Buffer;
 use crate::memory::region::Region;
@@ -26,10 +26,10 @@ pub(crate) struct Exchange {
     pub(crate) destination: Option<Buffer>,
 }
 
-/// One chunk of an exchange, in the hands of the lane it belongs to.
+/// One chunk of an exchange, as the lane it belongs to uses it.
 ///
-/// Whoever makes one promises that `range` is a chunk of the calling lane. That a lane is one
-/// thread, and that the slices below borrow for one call at a time, does the rest: nobody else
+/// Whoever makes a `Lent` promises that `range` is a chunk of the calling lane. A lane is one
+/// thread at a time, and the slices below are borrowed for one call at a time. So nobody else
 /// touches the chunk until the lane has let go of the exchange.
 #[derive(Debug)]
 pub(crate) struct Lent {
@@ -76,7 +76,7 @@ impl Lent {
         let mut to = Self { exchange: self.exchange.clone(), range: self.range.clone() };
         match outcome {
             Outcome::Held(values) => to.result().copy_from_slice(values),
-            // Two buffers, so that is two slices of different memory.
+            // Gradient and destination are two buffers, so these are slices of different memory.
             Outcome::Lent if self.exchange.destination.is_some() => {
                 to.result().copy_from_slice(self.gradient());
             }

@@ -1,9 +1,9 @@
 //! Where the factors of a layer meet.
 //!
-//! A matrix for each of two clocks, used in turn ([`poseidon_core::factors`] says why two are
-//! enough). The session writes this worker's own rows before it sends them; the lanes write the
-//! others' as they come; the session reads the whole when all are there. Who may touch what follows
-//! from the clock, which the lanes check before they take a byte.
+//! There is a matrix for each of two clocks, used in turn ([`poseidon_core::factors`] says why two
+//! are enough). The session writes this worker's own rows before it sends them. The lanes write
+//! other workers' rows as they come. The session reads the whole matrix when all rows are there.
+//! The clock decides who may touch which rows, and the lanes check it before they take a byte.
 
 use crate::Buffer;
 use crate::memory::region::Region;
@@ -25,7 +25,7 @@ pub struct Factors<'a> {
     pub v: &'a [f32],
 }
 
-/// A worker's last chunk that is too long for its place: all of its rows.
+/// A worker, and all rows of its last chunk, which is too long for its block of the matrix.
 type Chunk = (NodeId, Arc<[f32]>);
 
 /// The two matrices of one layer. The session and the lanes share them for the life of the node.
@@ -34,20 +34,22 @@ pub(crate) struct FactorMatrices {
     pub(crate) layer: LayerId,
     pub(crate) layout: Layout,
     places: [Buffer; 2],
-    /// By place. Locked only by who has one, and once a step.
+    /// By place: last chunks that are too long. Locked only by a thread that has such a chunk, and
+    /// once a step.
     long: [Mutex<Vec<Chunk>>; 2],
 }
 
-/// Some rows of a matrices's matrix, or a last chunk that is too long for it, in the hands of the lane they belong to.
+/// Some rows of one of the two matrices, or a last chunk that is too long for it, as the lane they
+/// belong to uses them.
 ///
-/// Whoever makes one promises that `range` is a chunk of the calling lane at a clock whose place is
-/// open: see [`poseidon_core::factors::Gather`].
+/// Whoever makes `Rows` promises that `range` is a chunk of the calling lane, at a clock whose
+/// matrix is open to the lanes: see [`poseidon_core::factors::Gather`].
 #[derive(Debug)]
 pub(crate) struct Rows {
     pub(crate) matrices: Arc<FactorMatrices>,
     pub(crate) place: usize,
     pub(crate) range: Range<usize>,
-    /// Where they are, if they are too long a chunk.
+    /// The rows themselves, if they are a last chunk that is too long for the matrix.
     apart: Option<Arc<[f32]>>,
 }
 
@@ -80,9 +82,10 @@ impl FactorMatrices {
         Ok(rows)
     }
 
-    /// Writes this worker's rows of `clock` and blanks the rest of its block. The caller has checked
-    /// the lengths and sends `clock` next: no lane reads or writes this block until then. Rows that are too many are
-    /// written once more, with the last chunk they go out with.
+    /// Writes this worker's rows of `clock` and blanks the rest of its block. The caller has
+    /// checked the lengths and sends `clock` next: no lane reads or writes this block until then.
+    /// If there are more rows than the block has, the whole last chunk is kept apart as well,
+    /// because it goes out in one piece.
     pub(crate) fn write_own(&self, me: NodeId, clock: Clock, parts: &[Factors<'_>]) {
         let (m, n) = (self.layout.m, self.layout.n);
         // SAFETY: the lanes touch a worker's own block only between its sending and the end of the
@@ -111,7 +114,7 @@ impl FactorMatrices {
         self.long[place].lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The rows of `clock` that have no place in the matrix, in the order of workers. Nobody has them any more.
+    /// Takes out the rows of `clock` that have no place in the matrix, in the order of workers.
     pub(crate) fn take_rows_beyond(&self, clock: Clock) -> Vec<f32> {
         let mut long = std::mem::take(&mut *self.long(place(clock)));
         long.sort_by_key(|(worker, _)| *worker);
@@ -178,7 +181,7 @@ impl Rows {
         }
     }
 
-    /// Room for another worker's rows, to be written by a link.
+    /// Where a link writes another worker's rows.
     pub(crate) fn room_region(&mut self) -> Region {
         match &mut self.apart {
             Some(apart) => {

@@ -5,9 +5,9 @@ use std::ptr::NonNull;
 
 /// A run of bytes in memory that its maker was lent: a tensor, a chunk of a layer, rows of factors.
 ///
-/// An engine reads frames from regions and into them. It lets go of a region when it has told the
-/// channel that lent it (`sent`, `landed`), or when the channel is closed; whoever makes one promises
-/// that the memory is there until then.
+/// An engine writes frames to links from regions, and reads frames from links into them. It lets go
+/// of a region when it has told the channel so (`sent`, `landed`), or before it reports that the
+/// channel has failed. Whoever makes a region promises that its memory is there until then.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Region {
     start: NonNull<u8>,
@@ -26,8 +26,8 @@ impl Region {
     /// The `len` bytes at `start`.
     ///
     /// # Safety
-    /// They stay valid for reads, and for writes if anything is to be written there, until the engine
-    /// has let go of the region.
+    /// The bytes stay valid for reads, and for writes if anything is to be written there, until the
+    /// engine has let go of the region.
     pub(crate) unsafe fn new(start: NonNull<u8>, len: usize) -> Self {
         Self { start, len }
     }
@@ -35,7 +35,7 @@ impl Region {
     /// All of `scratch`.
     ///
     /// # Safety
-    /// Its owner neither moves, drops nor touches it while the region is in use.
+    /// The owner of `scratch` neither moves, drops nor touches it while the region is in use.
     pub(crate) unsafe fn of(scratch: &mut [u64]) -> Self {
         let bytes: &mut [u8] = bytemuck::cast_slice_mut(scratch);
         Self { start: NonNull::from(&mut *bytes).cast(), len: bytes.len() }
@@ -53,9 +53,9 @@ impl Region {
     }
 
     /// # Safety
-    /// While the slice lives nobody writes to the region. An engine keeps this by construction: it is
-    /// one thread at a time, channels own what they were lent, and what is being sent is not written
-    /// before its receivers have had it.
+    /// While the slice lives nobody writes to the region. An engine keeps this promise by
+    /// construction: one thread at a time drives it, channels own what they were lent, and memory
+    /// that is being sent is not written before its receivers have had it.
     pub(crate) unsafe fn bytes<'a>(&self) -> &'a [u8] {
         // SAFETY: valid by the promise of whoever made the region, not written by the caller's.
         unsafe { std::slice::from_raw_parts(self.start.as_ptr(), self.len) }
@@ -68,7 +68,7 @@ impl Region {
         unsafe { std::slice::from_raw_parts_mut(self.start.as_ptr(), self.len) }
     }
 
-    /// Copies `from` here. They have the same length, and may be the same memory.
+    /// Copies the bytes of `from` here. Both regions have the same length, and may overlap.
     ///
     /// # Safety
     /// Nobody else reads or writes this region, or writes `from`, meanwhile.

@@ -18,17 +18,17 @@ use poseidon_link::Serving;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// A process's place in a job. It stays connected until the last session or group lets go of it.
+/// A process of a job. It stays connected until its last session or group is dropped.
 pub(crate) struct Node {
     pub(crate) me: NodeId,
     pub(crate) config: Config,
-    /// What the job began with.
+    /// The book that the job began with.
     pub(crate) book: Arc<Book>,
-    /// To the coordinator.
+    /// The connection to the coordinator.
     pub(crate) line: Arc<ControlLine>,
-    /// By lane.
+    /// By lane: what drives the lane's engine.
     lanes: Vec<Arc<Driver>>,
-    /// What turns strangers away, and the coordinator if it is served here.
+    /// What turns strangers away, and the coordinator if this process serves it.
     listeners: Option<(Serving, Option<Coordinator>)>,
 }
 
@@ -82,8 +82,9 @@ impl Drop for Node {
     }
 }
 
-/// The cores lanes stay on: with other nodes on the same host, lane k of each of them shares a core,
-/// because lane k talks only to lane k. On a host of its own a node leaves that to the scheduler.
+/// The cores lanes stay on: with other nodes on the same host, lane k of each of them shares a
+/// core, because lane k talks only to lane k. A node that has a host for itself leaves this to the
+/// scheduler.
 fn cores_to_share(config: &Config, book: &Book) -> Vec<usize> {
     let cores = driver::cores();
     // With fewer lanes than cores, staying put would leave cores idle.
@@ -91,7 +92,8 @@ fn cores_to_share(config: &Config, book: &Book) -> Vec<usize> {
     if config.pin && neighbours(config, book) > 1 && spread { cores } else { Vec::new() }
 }
 
-/// Whether there are as many nodes on this host as cores, or more: they have to let each other run.
+/// Whether a node without layers shares this host with as many nodes as there are cores, or more.
+/// Such nodes have to let each other run.
 fn is_crowded(config: &Config, book: &Book) -> bool {
     let cores = std::thread::available_parallelism().map_or(1, |n| n.get());
     config.workers > 1 && neighbours(config, book) >= cores && book.job.layers.is_empty()

@@ -15,13 +15,14 @@ use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::sync::mpsc::{self, Sender};
 
-/// A session's parts on all lanes, and what they share with the program.
+/// A session's parts on all lanes, and what these parts share with the program.
 pub(crate) struct SessionParts {
     pub(crate) book: Arc<Book>,
     pub(crate) plan: Plan,
     pub(crate) board: Arc<Board>,
     pub(crate) counters: Arc<Counters>,
-    /// By layer, for those that go by factors: where they meet. Empty on a server.
+    /// By layer: where its factors meet, if it goes by factors. No layer has any on a dedicated
+    /// server.
     pub(crate) matrices: Matrices,
     lanes: Vec<Mailbox>,
     /// Layer → the lanes that hold chunks of it: only they are woken for it.
@@ -74,7 +75,8 @@ impl SessionParts {
         parts
     }
 
-    /// What the plan of `book` makes on every lane of `node`, and where its factors meet.
+    /// What the plan of `book` makes on every lane of `node`, and the matrices where its factors
+    /// meet.
     pub(crate) fn prepare(&self, node: &Node, book: &Book) -> (Vec<LaneState>, Matrices) {
         let plan = book.plan();
         let (cluster, job, me) = (&book.cluster, &book.job, node.me);
@@ -100,7 +102,8 @@ impl SessionParts {
         (cluster.lane_ids().map(state).collect(), matrices)
     }
 
-    /// The session follows the plan of `book` from now on. The lanes have been told.
+    /// The session follows the plan of `book` from now on. The lanes have got their part of it
+    /// already.
     pub(crate) fn replace(&mut self, book: Arc<Book>, matrices: Matrices) {
         self.plan = book.plan();
         self.lanes_of = lanes_of(&self.plan);
@@ -146,7 +149,8 @@ impl SessionParts {
         self.lanes.len()
     }
 
-    /// Waits until the session has no part on any lane any more. They end on their own deadlines.
+    /// Waits until the session has no part on any lane any more. The parts end on their own
+    /// deadlines.
     pub(crate) fn wait_closed(&self) -> Result<(), Error> {
         self.board.wait_closed();
         self.board.failure().map_or(Ok(()), Err)
@@ -155,7 +159,7 @@ impl SessionParts {
 
 impl Mailbox {
     fn send(&self, command: Command) {
-        // A lane that has stopped has left its reason on the board.
+        // If the part has stopped, its reason is on the board.
         if self.commands.send(command).is_ok() {
             self.driver.wake();
         }

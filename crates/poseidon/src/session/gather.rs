@@ -36,14 +36,15 @@ impl Session {
                 }
             }
         }
-        // The others would wait for this worker, here or in their next step.
+        // Without this the other workers would wait for this one, in `gather` or in their next
+        // step.
         self.parts.command_all(|| Command::Abort(error.to_string()));
         Err(error)
     }
 }
 
 impl Board {
-    /// What matters to somebody who waits for the coordinator.
+    /// What a thread that waits for the coordinator has to know of the job.
     pub(crate) fn state(&self) -> JobState {
         if self.failure().is_some() {
             return JobState::Failed;

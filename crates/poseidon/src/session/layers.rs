@@ -14,16 +14,16 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-/// The layers of one session, each its own affair.
+/// The layers of one session. Each has a lock of its own.
 #[derive(Debug)]
 pub(crate) struct Layers {
     states: Vec<Mutex<LayerState>>,
-    /// By layer, for those that go by factors.
+    /// By layer: the matrices of those that go by factors.
     matrices: Vec<Option<Arc<FactorMatrices>>>,
     optimizer: Optimizer,
     /// How many threads a product may use.
     threads: usize,
-    /// Whether it may use tiles.
+    /// Whether a product may use tiles.
     tiles: bool,
 }
 
@@ -66,16 +66,17 @@ impl Layers {
         Self { states, matrices, optimizer, threads, tiles }
     }
 
-    /// One layer's state, or nothing if there is no such layer. Waits while it is being rebuilt.
+    /// One layer's state, or nothing if there is no such layer. Waits while the layer is being
+    /// rebuilt.
     ///
     /// # Panics
-    /// If another thread did so while it held the state: half a step may have been taken.
+    /// If another thread panicked while it held the state: half a step may have been taken.
     pub(crate) fn state(&self, layer: LayerId) -> Option<MutexGuard<'_, LayerState>> {
         let state = self.states.get(layer.index())?.lock();
         Some(state.expect("a thread panicked in the middle of a layer; its message says why"))
     }
 
-    /// As [`state`](Self::state), but nothing either while somebody else has it.
+    /// As [`state`](Self::state), but nothing also while another thread holds the state.
     pub(crate) fn try_state(&self, layer: LayerId) -> Option<MutexGuard<'_, LayerState>> {
         self.states.get(layer.index())?.try_lock().ok()
     }
@@ -94,8 +95,9 @@ impl Layers {
         self.matrices.get(layer.index())?.as_ref()
     }
 
-    /// Makes of a layer's factors at a clock, which have all come, what the program gets back. Does
-    /// nothing if that is done already, or if the layer is not in flight by factors at that clock.
+    /// Turns a layer's factors of clock `at`, which have all come, into what the program gets back.
+    /// Does nothing if that is done already, or if the layer is not in flight by factors at that
+    /// clock.
     pub(crate) fn rebuild(&self, layer: LayerId, at: Clock, state: &mut LayerState) {
         let Some(InFlight::Factors { clock, rate, values, rebuilt: rebuilt @ None }) =
             state.in_flight.as_mut().filter(|sent| sent.clock() == at)
@@ -128,8 +130,8 @@ impl Layers {
 
 /// A thread that rebuilds layers as soon as their factors are there, in the order they are asked for.
 ///
-/// It holds a layer's state while it works on it, so whoever needs the layer waits for it. What it
-/// has not begun the receiver does itself.
+/// The thread holds a layer's state while it works on the layer, so another thread that needs the
+/// layer waits. A layer that this thread has not begun is rebuilt by the thread that receives it.
 pub(crate) struct RebuildThread {
     orders: Option<Sender<Order>>,
     thread: Option<JoinHandle<()>>,
@@ -154,7 +156,7 @@ impl RebuildThread {
 
     pub(crate) fn order(&self, layer: LayerId, clock: Clock) {
         if let Some(orders) = &self.orders {
-            // Had the thread panicked, whoever receives the layer would learn of it.
+            // If the rebuild thread has panicked, the thread that receives the layer learns of it.
             let _ = orders.send((layer, clock));
         }
     }
@@ -172,12 +174,13 @@ impl Drop for RebuildThread {
 
 fn work(orders: &Receiver<Order>, layers: &Layers, board: &Board, patience: Duration) {
     for (layer, clock) in orders {
-        // The receiver may have been faster, and the layer may be on its way again.
+        // The thread that receives may have been faster, and the layer may be in flight again, at a
+        // later clock.
         let is_due = || {
             let state = layers.state(layer);
             state.is_some_and(|state| state.in_flight.as_ref().is_some_and(|f| f.clock() == clock))
         };
-        // A failure, or a deadline that passes, is told to whoever receives the layer.
+        // A failure, or a deadline that passes, is told to the thread that receives the layer.
         if is_due()
             && board.wait_beside(layer, Instant::now() + patience)
             && let Some(mut state) = layers.state(layer)

@@ -29,9 +29,9 @@ use std::time::{Duration, Instant};
 
 /// A worker's part in a job: sends gradients, receives synchronised results.
 ///
-/// All methods take `&self`: threads may share a session, each layer is its own affair. A session
-/// that is dropped without [`finish`](Session::finish) takes the job down, so that nobody waits for
-/// a worker that is gone.
+/// Threads may share a session: nearly all methods take `&self`, and layers do not depend on each
+/// other. A session that is dropped without [`finish`](Session::finish) takes the job down, so that
+/// nobody waits for a worker that is gone.
 pub struct Session {
     pub(crate) node: Arc<Node>,
     pub(crate) parts: SessionParts,
@@ -54,9 +54,9 @@ pub struct Received {
     pub gradient: Option<Buffer>,
     /// The clock this result belongs to.
     pub clock: Clock,
-    /// When the last byte of it was there, which may be long before it was received.
+    /// When the last byte of the result had come, which may be long before the program received it.
     pub landed: Instant,
-    /// From when to when it was rebuilt from factors, if it was.
+    /// From when to when the result was rebuilt from factors, if it was.
     pub rebuilt: Option<Range<Instant>>,
 }
 
@@ -95,7 +95,7 @@ impl Session {
         self.parts.book.cluster.workers()
     }
 
-    /// How long it waits for the others before it gives up.
+    /// How long the session waits for other workers before it gives up.
     pub fn timeout(&self) -> Duration {
         self.timeout
     }
@@ -129,8 +129,8 @@ impl Session {
         &self.parts.book
     }
 
-    /// Looks up a dotted path in the information book, such as `cluster.workers`, or in what follows from
-    /// it: `plan` and `chunks`.
+    /// Looks up a dotted path in the information book, such as `cluster.workers`. Paths that begin
+    /// with `plan` or `chunks` lead into the plan, which follows from the book.
     pub fn query(&self, key: &str) -> Option<Value> {
         book::query(&self.parts.book, key)
     }
@@ -190,12 +190,13 @@ impl Session {
         self.push(layer, gradient, Some(destination))
     }
 
-    /// Contributes to the layer's next clock by factors, of which this worker has as many rows as its
-    /// batch has samples, perhaps in several parts. Returns as soon as they are copied.
+    /// Contributes to the layer's next clock by factors. This worker has as many rows of them as
+    /// its batch has samples, perhaps in several parts. Returns as soon as the rows are copied.
     ///
     /// What [`receive`](Session::receive) gives back is `values`: overwritten with the reduced
-    /// gradient or, with an optimizer that updates parameters, taken one step on. In that case they
-    /// must be the layer's parameters as the last `receive` gave them, because no shard has them.
+    /// gradient or, with an optimizer that updates parameters, taken one step on. In that case
+    /// `values` must be the layer's parameters as the last `receive` gave them, because no shard
+    /// has the parameters.
     pub fn send_factors(
         &self,
         layer: LayerId,
@@ -222,9 +223,9 @@ impl Session {
         Ok(())
     }
 
-    /// Has a layer that was [sent by factors](Session::send_factors) rebuilt as soon as all of them
-    /// have come, beside whatever the program does, instead of when it is received. From now on the
-    /// memory of its values may change.
+    /// Has a layer that was [sent by factors](Session::send_factors) rebuilt as soon as all
+    /// workers' factors have come, on a thread beside the program, instead of when the layer is
+    /// received. From now on the memory of the layer's values may change.
     pub fn rebuild(&self, layer: LayerId) -> Result<(), Error> {
         let state = self.state(layer)?;
         if self.layers.matrices(layer).is_none() {
@@ -250,8 +251,8 @@ impl Session {
         }
     }
 
-    /// As [`receive`](Session::receive), but asks twice a second whether the program has better things to do.
-    /// If so, there is no result, and the layer stays in flight.
+    /// As [`receive`](Session::receive), but asks `interrupted` twice a second whether to stop
+    /// waiting. If it says so, there is no result, and the layer stays in flight.
     pub fn receive_unless(
         &self,
         layer: LayerId,
@@ -305,21 +306,22 @@ impl Session {
         if layer.index() >= self.layers.ids().count() {
             return Err(self.unknown(&format!("#{layer}")));
         }
-        // While somebody has the state, the layer is being rebuilt.
+        // While another thread holds the layer's state, the layer is being rebuilt.
         let in_flight = |state: MutexGuard<'_, LayerState>| state.in_flight.is_some();
         Ok(self.layers.try_state(layer).is_some_and(in_flight) && self.parts.board.is_done(layer))
     }
 
-    /// Says goodbye, goes on serving this node's shards until every other worker has too, and
-    /// returns when the job is over.
+    /// Says goodbye, goes on serving this node's shards until every other worker has said goodbye
+    /// too, and returns when the session is over.
     pub fn finish(mut self) -> Result<(), Error> {
         self.say_goodbye()?;
         self.finished = true;
         self.parts.wait_closed()
     }
 
-    /// The first half of [`finish`](Session::finish): nothing is sent afterwards. A program with several sessions
-    /// says goodbye on all of them before it finishes one, because other workers may be waiting for it on any.
+    /// The first half of [`finish`](Session::finish): nothing is sent afterwards. A program with
+    /// several sessions says goodbye on all of them before it finishes one, because other workers
+    /// may be waiting for its goodbye on any of them.
     pub fn say_goodbye(&self) -> Result<(), Error> {
         self.parts.board.failure().map_or(Ok(()), Err)?;
         for layer in self.layers.ids() {
@@ -337,8 +339,8 @@ impl Session {
         let _ = self.parts.wait_closed();
     }
 
-    /// As [`abort`](Session::abort), where other threads still hold the session: their waits end with the
-    /// reason as well.
+    /// As [`abort`](Session::abort), for a session that other threads still hold: the waits of
+    /// these threads end with the reason as well.
     pub fn cancel(&self, reason: &str) {
         self.parts.command_all(|| Command::Abort(reason.to_owned()));
     }
@@ -440,10 +442,11 @@ impl Session {
     }
 }
 
-/// How often a wait that may be interrupted asks whether it is.
+/// How often `receive_unless` asks whether to stop waiting.
 const INTERRUPTIONS: Duration = Duration::from_millis(500);
 
-/// How long a layer may take. The shards know better who is missing: their deadline comes first.
+/// How long a layer may take. The shards' deadline is earlier, because a shard knows which worker
+/// is missing.
 pub(crate) fn patience(timeout: Duration) -> Duration {
     timeout + Duration::from_secs(2)
 }
@@ -575,7 +578,7 @@ impl Session {
         let rate = AtomicU32::new(rate.to_bits());
         let (rebuild_thread, finished) = (None, false);
         let mut session = Self { node, parts, timeout, rate, layers, rebuild_thread, finished };
-        // From here on a failure drops the session, and the others are told.
+        // From here on a failure drops the session, and the drop tells the other workers.
         if by_factors {
             let (layers, board) = (session.layers.clone(), session.parts.board.clone());
             let thread = RebuildThread::start(layers, board, patience(timeout))?;

@@ -1,9 +1,10 @@
 //! From factors to a gradient, and from there to what the training program gets back.
 //!
-//! One matrix product over all workers' rows (8 products of 32 rows take nearly twice as long as one
-//! of 256); an optimizer takes pieces of it as they are computed. It runs on a thread of the session's
-//! or on the one that receives the layer, never on a lane. Every worker does the same on the same numbers
-//! in the same order, and on tiles only if all can, so replicas stay equal bit by bit.
+//! One matrix product over all workers' rows (8 products of 32 rows take nearly twice as long as
+//! one of 256); an optimizer takes pieces of it as they are computed. The product runs on the
+//! session's rebuild thread or on the thread that receives the layer, never on a lane. Every worker
+//! does the same on the same numbers in the same order, and on tiles only if all can, so replicas
+//! stay equal bit by bit.
 
 use poseidon_core::factors::Layout;
 use poseidon_core::optim::{Step, add, scale};
@@ -34,8 +35,8 @@ impl Rebuilder {
     /// step on, piece by piece of the gradient. `matrix` is everybody's rows; `values` is M x N weights
     /// and perhaps M biases.
     ///
-    /// For a mean, the left columns of `matrix` are scaled if that is exact: there are far fewer of them
-    /// than numbers in the gradient.
+    /// For a mean, the left columns of `matrix` are scaled instead of the gradient if that is
+    /// exact: they have far fewer numbers than the gradient.
     pub(crate) fn apply(
         &mut self,
         matrix: &mut [f32],

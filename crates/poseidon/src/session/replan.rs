@@ -73,7 +73,7 @@ impl Session {
         self.replace_layers(positions)
     }
 
-    /// Waits until every worker wants the same.
+    /// Waits until every worker has called `replan`. An error if the workers want different plans.
     fn agree_on(&self, book: &Book) -> Result<(), Error> {
         let epoch = book.epoch;
         let jobs = self.gather(&format!("plan of epoch {epoch}"), &json!(book.job))?;
@@ -113,8 +113,9 @@ impl Session {
         Ok(positions)
     }
 
-    /// Every worker has some elements and zeros elsewhere. Afterwards every worker has all of them, bit
-    /// by bit: adding up would lose the sign of a negative zero.
+    /// Before, every worker has some elements of `vector`, and zeros elsewhere. Afterwards every
+    /// worker has all elements, bit by bit. A sum would lose the sign of a negative zero; a bitwise
+    /// or does not.
     fn unite(&self, group: &Group, vector: &mut Vec<f32>) -> Result<(), Error> {
         let Some(start) = NonNull::new(vector.as_mut_ptr().cast()) else { return Ok(()) };
         // SAFETY: the vector is not touched until the operation is done, and if the operation fails it
@@ -126,10 +127,11 @@ impl Session {
         Ok(())
     }
 
-    /// The layers go on with the new plan's matrices. What the rule keeps of layers by factors is here.
+    /// The layers go on with the new plan's matrices. The rule's vectors of layers by factors are
+    /// kept here, not on a shard.
     fn replace_layers(&mut self, positions: Vec<LayerPosition>) -> Result<(), Error> {
         let threads = self.layers.threads();
-        // It holds the old layers until it has stopped.
+        // The rebuild thread holds the old layers until it has stopped.
         self.rebuild_thread = None;
         let job = &self.parts.book.job;
         let (matrices, tiles) = (self.parts.matrices.clone(), self.parts.book.tiles());

@@ -18,8 +18,8 @@ pub struct RuleState {
 }
 
 impl Session {
-    /// What this node holds of the update rule's state of `layer`. What others hold is 0 here: the
-    /// sum over all workers is the whole.
+    /// What this node holds of the update rule's state of `layer`. Elements that other nodes hold
+    /// are 0 here: the sum over all workers is the whole state.
     ///
     /// The layer must not be in flight.
     pub fn rule_state(&self, layer: LayerId) -> Result<RuleState, Error> {
@@ -30,7 +30,8 @@ impl Session {
         let len = job.layers[layer.index()].len;
         let mut vectors = vec![vec![0.0; len]; job.optimizer.state_vectors()];
         if self.layers.matrices(layer).is_some() {
-            // Every worker has it all.
+            // Every worker has the whole state. Worker 0 alone returns it, so that the sum is
+            // right.
             if self.rank() == 0 && state.clock.0 + state.steps_before > 0 {
                 vectors.clone_from(&state.rebuilder.state);
             }

@@ -11,7 +11,8 @@ impl Session {
     /// Starts another session among the same workers, on the same links. Every worker calls it with the
     /// same `name`, which no other session of the job has, and describes the same layers.
     ///
-    /// Its parameters live on the workers: dedicated servers serve the first session only.
+    /// The new session's parameters live on the workers: dedicated servers serve the first session
+    /// only.
     pub fn sibling(
         &self,
         name: &str,
