@@ -280,7 +280,7 @@ impl Engine {
             if unheard > silence && !peer.is_parked() {
                 let how = format!("not heard for {silence:?}, though the connection is open");
                 peer.gone = Some(Gone::Lost(how));
-            } else if peer.has_unsent() && unspoken > silence {
+            } else if peer.is_refused() && unspoken > silence {
                 let how = format!("has not taken a byte for {silence:?}: it stopped reading");
                 peer.gone = Some(Gone::Lost(how));
             } else if !peer.has_unsent() && unspoken > HEARTBEAT.min(silence / 4) {

@@ -136,6 +136,13 @@ impl Peer {
         !self.outbox.is_empty()
     }
 
+    /// Whether the link does not take what the other end would always read: a session awaits its
+    /// frames at all times. A group's frames may have to wait there until its program begins the same
+    /// operation, and operations have their own deadlines.
+    pub(super) fn is_refused(&self) -> bool {
+        self.outbox.next_is_about_a_layer()
+    }
+
     pub(super) fn may_write(&self) -> bool {
         self.writable && self.gone.is_none() && !self.outbox.is_empty()
     }
