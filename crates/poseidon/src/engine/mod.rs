@@ -13,6 +13,9 @@ pub(crate) mod traffic;
 
 mod peer;
 
+#[cfg(test)]
+mod tests;
+
 use crate::Error;
 use channel::{Channel, Gone, Landing, LastWords, Outgoing, Polled, Sent};
 use outbox::{Message, Payload};
@@ -112,7 +115,7 @@ impl Engine {
     }
 
     /// Adds a channel. Frames of it may have come already.
-    pub(crate) fn attach(&mut self, mut channel: Box<dyn Channel>, now: Duration) {
+    pub(crate) fn attach(&mut self, channel: Box<dyn Channel>, now: Duration) {
         let id = channel.id();
         let mut fault = self.closing.map(|_| Error::Config("this node has left the job".into()));
         for node in channel.members() {
@@ -120,15 +123,22 @@ impl Engine {
                 fault = Some(Error::Config(format!("there is no link to node {node}")));
             }
         }
-        for node in channel.members().to_vec() {
-            let gone = self.peers[node.index()].as_ref().and_then(|peer| peer.gone.clone());
-            if let Some(why) = gone.filter(|_| fault.is_none()) {
-                fault = channel.handle_gone(node, &why, false).err();
-            }
-        }
+        let members = channel.members().to_vec();
         self.channels.open.insert(id, Slot { channel, unsent: 0 });
         self.channels.faults.extend(fault.map(|error| (id, error)));
+        // What a node has said comes before its departure.
         self.reconsider(now);
+        for node in members {
+            let peer = self.peers.get(node.index()).and_then(Option::as_ref);
+            // A departure that nobody has been told of is told to all channels, in this turn.
+            let gone = peer.filter(|peer| peer.reported).and_then(|peer| peer.gone.clone());
+            if let Some(why) = gone
+                && let Some(slot) = self.channels.open.get_mut(&id)
+            {
+                let told = slot.channel.handle_gone(node, &why, false);
+                self.channels.faults.extend(told.err().map(|error| (id, error)));
+            }
+        }
     }
 
     /// The link to `node` is ready. `closed`: nothing more comes than what is there to be read.
