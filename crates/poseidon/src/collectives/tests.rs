@@ -109,3 +109,24 @@ fn a_rank_that_begins_late_is_not_taken_for_dead() {
     drop(ranks);
     assert_eq!(received, sent);
 }
+
+/// The group's handle is dropped, and with it the last hold on the node: the engine hears of both at
+/// once.
+#[test]
+fn operations_end_when_their_group_leaves_together_with_its_node() {
+    let mut ranks = ranks(2, &VirtualClock::new());
+    let now = Duration::ZERO;
+    let mut values = vec![7; 10];
+    let begun = ranks[0].begin(Request::Broadcast { tensor: tensor(&mut values), root: 1 });
+    ranks[0].turn(now);
+    let other = ranks[1].begin(Request::Barrier);
+    ranks[0].shared.command(Command::Leave);
+    ranks[0].engine.close(now);
+    for _ in 0..10 {
+        ranks.iter_mut().for_each(|rank| rank.turn(now));
+    }
+    let words = "it left the group while operations were under way";
+    assert!(begun.is_done() && failure(&begun).contains(words), "{}", failure(&begun));
+    assert!(other.is_done() && failure(&other).contains(words), "{}", failure(&other));
+    drop(ranks);
+}

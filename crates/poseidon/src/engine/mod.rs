@@ -191,6 +191,7 @@ impl Engine {
     /// Does all that can be done now.
     pub(crate) fn turn(&mut self, now: Duration) -> Next {
         if let Some(end) = self.closing {
+            self.close_failed();
             return self.take_leave(now, end);
         }
         for peer in self.peers.iter_mut().flatten().filter(|peer| peer.may_read()) {
@@ -217,6 +218,9 @@ impl Engine {
         if self.closing.is_some() {
             return;
         }
+        // A channel may have been told to stop in the same breath: it says so to the others.
+        self.poll(now);
+        self.close_failed();
         let open: Vec<ChannelId> = self.channels.open.keys().copied().collect();
         open.into_iter().for_each(|id| self.remove(id));
         for peer in self.peers.iter_mut().flatten().filter(|peer| peer.gone.is_none()) {

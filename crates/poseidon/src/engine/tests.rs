@@ -218,3 +218,15 @@ fn the_reason_of_a_node_that_has_left_since_is_heard() {
     settle(&mut engine);
     assert_eq!(notes.read(), ["node 1 stopped the job: why"]);
 }
+
+#[test]
+fn a_channel_that_comes_after_the_end_fails_at_once() {
+    let (mut engine, _far) = engine();
+    engine.close(Duration::ZERO);
+    engine.turn(Duration::ZERO);
+    let notes = Notes::default();
+    engine.attach(Scribe::boxed(2, &[1, 2], true, &notes), Duration::ZERO);
+    engine.turn(Duration::ZERO);
+    let words = notes.read().join("; ");
+    assert!(words.contains("has left the job"), "{words}");
+}
