@@ -205,7 +205,8 @@ impl Engine {
         }
         self.note_gone();
         let failed = self.close_failed();
-        let moved = polled.reconsider && self.reconsider(now);
+        // A channel that is closed may have left room for frames that had to wait.
+        let moved = (polled.reconsider || failed) && self.reconsider(now);
         let ready = |peer: &Peer| peer.may_read() || peer.may_write();
         if polled.busy || failed || moved || self.peers.iter().flatten().any(ready) {
             return Next::Again;
@@ -262,6 +263,7 @@ impl Engine {
         for id in over {
             self.remove(id);
             all.progressed = true;
+            all.reconsider = true;
         }
         self.progressed |= all.progressed;
         self.commanded |= all.commanded;

@@ -230,3 +230,29 @@ fn a_channel_that_comes_after_the_end_fails_at_once() {
     let words = notes.read().join("; ");
     assert!(words.contains("has left the job"), "{words}");
 }
+
+/// What was kept aside is forgotten with its channel; then there is room for what is behind it.
+#[test]
+fn a_link_that_is_full_of_frames_of_a_closed_channel_goes_on() {
+    let (mut engine, [mut one, _two]) = engine();
+    let (first, second, third) = (Notes::default(), Notes::reluctant(), Notes::reluctant());
+    engine.attach(Scribe::boxed(1, &[1, 2], true, &first), Duration::ZERO);
+    engine.attach(Scribe::boxed(2, &[1, 2], false, &second), Duration::ZERO);
+    engine.attach(Scribe::boxed(3, &[1, 2], false, &third), Duration::ZERO);
+    let large = vec![0; 48 << 20];
+    say(&mut engine, &mut one, data(1, 2, 4, large.len()), &large);
+    // There is no room for this one: it stays in the link, and so does what follows.
+    let parked = data(1, 3, 5, 17 << 20).encode();
+    let mut left = &parked[..];
+    while !left.is_empty() {
+        left = &left[one.write(&[IoSlice::new(left)]).unwrap()..];
+    }
+    settle(&mut engine);
+    let before = engine.moved();
+    assert!(one.write(&[IoSlice::new(&[0; 1000])]).unwrap() > 0);
+    settle(&mut engine);
+    assert_eq!(engine.moved(), before, "the link is parked");
+    second.over.store(true, Ordering::Relaxed);
+    settle(&mut engine);
+    assert!(engine.moved() > before, "the link is read again");
+}
