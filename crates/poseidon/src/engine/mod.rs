@@ -60,6 +60,8 @@ pub(crate) struct Channels {
 
 struct Slot {
     channel: Box<dyn Channel>,
+    /// By node: whether it is one of the channel's members.
+    members: Box<[bool]>,
     /// Messages that links have not taken.
     unsent: usize,
 }
@@ -124,7 +126,10 @@ impl Engine {
             }
         }
         let members = channel.members().to_vec();
-        self.channels.open.insert(id, Slot { channel, unsent: 0 });
+        let is_member = |node: usize| members.iter().any(|member| member.index() == node);
+        let slot =
+            Slot { channel, members: (0..self.peers.len()).map(is_member).collect(), unsent: 0 };
+        self.channels.open.insert(id, slot);
         self.channels.faults.extend(fault.map(|error| (id, error)));
         // What a node has said comes before its departure.
         self.reconsider(now);
@@ -243,7 +248,7 @@ impl Engine {
         let mut all = Polled::default();
         let mut over = Vec::new();
         let Channels { open, faults, .. } = &mut self.channels;
-        for (&id, Slot { channel, unsent }) in open {
+        for (&id, Slot { channel, unsent, .. }) in open {
             let (epoch, peers) = (channel.epoch(), &mut self.peers[..]);
             let mut out = Outgoing { me: self.me, id, epoch, peers, unsent };
             match channel.poll(now, &mut out) {
@@ -320,7 +325,7 @@ impl Engine {
             let mut undelivered = Vec::new();
             peer.discard(|id, receipt, payload| undelivered.push((id, receipt, payload)));
             for (&id, slot) in &mut self.channels.open {
-                if slot.channel.members().contains(&node) {
+                if slot.members[node.index()] {
                     let unsent = undelivered.iter().any(|(of, ..)| *of == id);
                     let told = slot.channel.handle_gone(node, &why, unsent);
                     self.channels.faults.extend(told.err().map(|error| (id, error)));
@@ -426,6 +431,11 @@ impl Channels {
                 None
             }
         }
+    }
+
+    /// Whether `node` may say anything on the channel, as far as is known: it may be opened later.
+    fn admits(&self, id: ChannelId, node: NodeId) -> bool {
+        self.open.get(&id).is_none_or(|slot| slot.members[node.index()])
     }
 
     /// Whether it is open here, or was: then it will not be opened any more.

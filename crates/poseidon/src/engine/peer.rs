@@ -383,6 +383,9 @@ impl Peer {
             let (me, it) = (self.node, header.sender);
             return self.garbage(format!("a frame of node {it} on the link of node {me}"));
         }
+        if !channels.admits(header.channel, self.node) {
+            return self.stranger(&header);
+        }
         match kind {
             Kind::Heartbeat | Kind::Bye if length > 0 => {
                 self.garbage(format!("a {kind:?} of {length} bytes, expected 0"));
@@ -466,6 +469,10 @@ impl Peer {
         let mut index = 0;
         while let Some((header, bytes)) = self.aside.get(index) {
             let header = *header;
+            if !channels.admits(header.channel, self.node) {
+                self.stranger(&header);
+                return moved;
+            }
             let landing = match header.kind {
                 Kind::Bye | Kind::Abort => {
                     let before = self.aside.iter().take(index);
@@ -519,6 +526,12 @@ impl Peer {
 
     pub(super) fn broken(&mut self, error: &io::Error) {
         self.gone.get_or_insert(Gone::Lost(error.to_string()));
+    }
+
+    /// It has sent a frame of a session or group that it is not in.
+    fn stranger(&mut self, header: &Header) {
+        let Header { kind, channel, .. } = header;
+        self.garbage(format!("a {kind:?} frame of channel {channel}, which it is not in"));
     }
 
     fn garbage(&mut self, why: String) {

@@ -231,6 +231,32 @@ fn a_channel_that_comes_after_the_end_fails_at_once() {
     assert!(words.contains("has left the job"), "{words}");
 }
 
+/// A node that is not in a channel can neither end it nor speak for its members.
+#[test]
+fn strangers_to_a_channel_lose_their_connection_and_nobody_else_does() {
+    let frames = [header(Kind::Bye, 2, 1, 0), header(Kind::Abort, 2, 1, 3), data(2, 1, 5, 3)];
+    for header in frames {
+        for early in [false, true] {
+            let (mut engine, [mut one, mut two]) = engine();
+            let (pair, all) = (Notes::default(), Notes::default());
+            engine.attach(Scribe::boxed(2, &[1, 2], true, &all), Duration::ZERO);
+            let channel = Scribe::boxed(1, &[1], true, &pair);
+            if early {
+                say(&mut engine, &mut two, header, &b"why"[..header.length as usize]);
+                engine.attach(channel, Duration::ZERO);
+                settle(&mut engine);
+            } else {
+                engine.attach(channel, Duration::ZERO);
+                say(&mut engine, &mut two, header, &b"why"[..header.length as usize]);
+            }
+            say(&mut engine, &mut one, data(1, 1, 9, 0), &[]);
+            assert_eq!(pair.read(), ["frame 9 of 1"], "{header:?}");
+            let words = all.read().join("; ");
+            assert!(words.contains("node 2") && words.contains("Garbage"), "{header:?}: {words}");
+        }
+    }
+}
+
 /// What was kept aside is forgotten with its channel; then there is room for what is behind it.
 #[test]
 fn a_link_that_is_full_of_frames_of_a_closed_channel_goes_on() {
