@@ -5,7 +5,7 @@ mod cluster;
 use cluster::{Layout, job, step, without_hanging};
 use poseidon::collectives::{Request, Tensor, Terms};
 use poseidon::session::Builder;
-use poseidon::{Dtype, Error, Group, ReduceOp, Servers, Session};
+use poseidon::{ChunkSize, Dtype, Error, Group, Layer, Policy, ReduceOp, Rules, Servers, Session};
 use std::ptr::NonNull;
 use std::thread;
 use std::time::Duration;
@@ -110,5 +110,44 @@ fn a_group_that_runs_ahead_does_not_hold_up_a_session() {
         assert!(values.iter().flatten().all(|&value| value == 7));
         act(&group, Request::Barrier)?;
         step(session, 4, 0..2)
+    });
+}
+
+/// The sessions' agreements are not taken for each other's.
+#[test]
+fn two_sessions_get_new_plans_at_the_same_time() {
+    run(Layout::workers(2), |session| {
+        let open = |name, len| {
+            session.sibling(name, |builder: Builder| {
+                let momentum = "sgd:momentum=0.9".parse().unwrap();
+                let builder = builder.layer(Layer::new("a", len)).optimizer(momentum);
+                builder.learning_rate(0.1).chunk_size(ChunkSize { min: 16, max: 64 })
+            })
+        };
+        let (mut one, mut other) = (open("one", 400)?, open("other", 600)?);
+        let values = [vec![1.0f32; 400], vec![1.0; 600]];
+        for (session, values) in [&one, &other].into_iter().zip(&values) {
+            let a = session.layer("a")?;
+            session.broadcast(a, values.clone().into())?;
+            session.receive(a)?;
+        }
+        for round in 0..5 {
+            let chunk = ChunkSize { min: 16, max: 100 + 4 * round };
+            let rules = Rules { chunk, policy: Policy::Ps, ..Rules::default() };
+            if session.rank() == 0 {
+                thread::scope(|scope| {
+                    let second = scope.spawn(|| other.replan(rules, |_| &values[1]));
+                    one.replan(rules, |_| &values[0])?;
+                    second.join().unwrap()
+                })?;
+            } else {
+                other.replan(rules, |_| &values[1])?;
+                one.replan(rules, |_| &values[0])?;
+            }
+        }
+        one.say_goodbye()?;
+        other.say_goodbye()?;
+        one.finish()?;
+        other.finish()
     });
 }
