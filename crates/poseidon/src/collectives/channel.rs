@@ -360,6 +360,16 @@ impl GroupChannel {
         Ok(Some(Arriving { ticket: operation.ticket, place, region, mode, done: 0 }))
     }
 
+    /// Nothing more happens here: what is under way fails.
+    fn close(&mut self, error: Error) {
+        for operation in std::mem::take(&mut self.operations) {
+            let completion = operation.completion.clone();
+            drop(operation);
+            self.shared.report(&completion, Err(error.clone()));
+        }
+        self.shared.close(error);
+    }
+
     fn rank_of(&self, node: NodeId) -> Option<usize> {
         self.ranks.iter().position(|&other| other == node)
     }
@@ -519,19 +529,14 @@ impl Channel for GroupChannel {
             other => (self.me.into(), other.to_string()),
         };
         self.report_complete();
-        for operation in std::mem::take(&mut self.operations) {
-            let completion = operation.completion.clone();
-            drop(operation);
-            self.shared.report(&completion, Err(error.clone()));
-        }
-        self.shared.close(error);
+        self.close(error);
         LastWords { reason, speaker: speaker as u32 }
     }
 }
 
 impl Drop for GroupChannel {
     fn drop(&mut self) {
-        self.shared.close(has_left(self.name(self.me.into())));
+        self.close(has_left(self.name(self.me.into())));
     }
 }
 

@@ -13,6 +13,9 @@ mod request;
 mod tensor;
 mod work;
 
+#[cfg(test)]
+mod tests;
+
 pub use request::Request;
 pub use tensor::Tensor;
 pub use work::Work;

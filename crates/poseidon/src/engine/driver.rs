@@ -360,6 +360,8 @@ impl Drop for Witness<'_> {
             && let Some(mut driven) = self.0.try_take()
         {
             driven.engine.fail_all(&Error::Panicked { node: self.0.name.clone() });
+            // A channel that comes later is refused: nobody would drive it.
+            driven.engine.close(self.0.epoch.elapsed());
             driven.stopped = true;
             self.0.let_go(driven, true);
         }

@@ -14,6 +14,9 @@ pub(crate) mod traffic;
 
 mod peer;
 
+#[cfg(test)]
+mod tests;
+
 use crate::Error;
 use channel::{Channel, Gone, Landing, LastWords, Outgoing, Polled, Sent};
 use outbox::{Message, Payload};
@@ -62,6 +65,8 @@ pub(crate) struct Channels {
 
 struct Slot {
     channel: Box<dyn Channel>,
+    /// By node: whether it is one of the channel's members.
+    members: Box<[bool]>,
     /// Messages that links have not taken.
     unsent: usize,
 }
@@ -118,7 +123,7 @@ impl Engine {
     }
 
     /// Adds a channel. Frames of it may have come already.
-    pub(crate) fn attach(&mut self, mut channel: Box<dyn Channel>, now: Duration) {
+    pub(crate) fn attach(&mut self, channel: Box<dyn Channel>, now: Duration) {
         let id = channel.id();
         let mut fault = self.closing.map(|_| Error::Config("this node has left the job".into()));
         for node in channel.members() {
@@ -126,15 +131,25 @@ impl Engine {
                 fault = Some(Error::Config(format!("there is no link to node {node}")));
             }
         }
-        for node in channel.members().to_vec() {
-            let gone = self.peers[node.index()].as_ref().and_then(|peer| peer.gone.clone());
-            if let Some(why) = gone.filter(|_| fault.is_none()) {
-                fault = channel.handle_gone(node, &why, false).err();
+        let members = channel.members().to_vec();
+        let is_member = |node: usize| members.iter().any(|member| member.index() == node);
+        let slot =
+            Slot { channel, members: (0..self.peers.len()).map(is_member).collect(), unsent: 0 };
+        self.channels.open.insert(id, slot);
+        self.channels.faults.extend(fault.map(|error| (id, error)));
+        // What a node has said comes before its departure.
+        self.reconsider(now);
+        for node in members {
+            let peer = self.peers.get(node.index()).and_then(Option::as_ref);
+            // A departure that nobody has been told of is told to all channels, in this turn.
+            let gone = peer.filter(|peer| peer.reported).and_then(|peer| peer.gone.clone());
+            if let Some(why) = gone
+                && let Some(slot) = self.channels.open.get_mut(&id)
+            {
+                let told = slot.channel.handle_gone(node, &why, false);
+                self.channels.faults.extend(told.err().map(|error| (id, error)));
             }
         }
-        self.channels.open.insert(id, Slot { channel, unsent: 0 });
-        self.channels.faults.extend(fault.map(|error| (id, error)));
-        self.reconsider(now);
     }
 
     /// The link to `node` is ready. `closed`: nothing more comes than what is there to be read.
@@ -188,6 +203,7 @@ impl Engine {
     /// is due, and closes channels that have failed.
     pub(crate) fn turn(&mut self, now: Duration) -> Next {
         if let Some(end) = self.closing {
+            self.close_failed();
             return self.take_leave(now, end);
         }
         for peer in self.peers.iter_mut().flatten().filter(|peer| peer.may_read()) {
@@ -201,7 +217,8 @@ impl Engine {
         }
         self.note_gone();
         let failed = self.close_failed();
-        let moved = polled.reconsider && self.reconsider(now);
+        // A channel that is closed may have left room for frames that had to wait.
+        let moved = (polled.reconsider || failed) && self.reconsider(now);
         let ready = |peer: &Peer| peer.may_read() || peer.may_write();
         if polled.busy || failed || moved || self.peers.iter().flatten().any(ready) {
             return Next::Again;
@@ -214,6 +231,9 @@ impl Engine {
         if self.closing.is_some() {
             return;
         }
+        // A channel may have been told to stop in the same breath: it says so to the others.
+        self.poll(now);
+        self.close_failed();
         let open: Vec<ChannelId> = self.channels.open.keys().copied().collect();
         open.into_iter().for_each(|id| self.remove(id));
         for peer in self.peers.iter_mut().flatten().filter(|peer| peer.gone.is_none()) {
@@ -235,7 +255,7 @@ impl Engine {
         let mut all = Polled::default();
         let mut over = Vec::new();
         let Channels { open, faults, .. } = &mut self.channels;
-        for (&id, Slot { channel, unsent }) in open {
+        for (&id, Slot { channel, unsent, .. }) in open {
             let (epoch, peers) = (channel.epoch(), &mut self.peers[..]);
             let mut out = Outgoing { me: self.me, id, epoch, peers, unsent };
             match channel.poll(now, &mut out) {
@@ -255,6 +275,7 @@ impl Engine {
         for id in over {
             self.remove(id);
             all.progressed = true;
+            all.reconsider = true;
         }
         self.progressed |= all.progressed;
         self.commanded |= all.commanded;
@@ -288,7 +309,7 @@ impl Engine {
             if unheard > silence && !peer.is_parked() {
                 let how = format!("not heard for {silence:?}, though the connection is open");
                 peer.gone = Some(Gone::Lost(how));
-            } else if peer.has_unsent() && unspoken > silence {
+            } else if peer.is_refused() && unspoken > silence {
                 let how = format!("has not taken a byte for {silence:?}: it stopped reading");
                 peer.gone = Some(Gone::Lost(how));
             } else if !peer.has_unsent() && unspoken > HEARTBEAT.min(silence / 4) {
@@ -312,7 +333,7 @@ impl Engine {
             let mut undelivered = Vec::new();
             peer.discard(|id, receipt, payload| undelivered.push((id, receipt, payload)));
             for (&id, slot) in &mut self.channels.open {
-                if slot.channel.members().contains(&node) {
+                if slot.members[node.index()] {
                     let unsent = undelivered.iter().any(|(of, ..)| *of == id);
                     let told = slot.channel.handle_gone(node, &why, unsent);
                     self.channels.faults.extend(told.err().map(|error| (id, error)));
@@ -420,6 +441,11 @@ impl Channels {
                 None
             }
         }
+    }
+
+    /// Whether `node` may say anything on the channel, as far as is known: it may be opened later.
+    fn admits(&self, id: ChannelId, node: NodeId) -> bool {
+        self.open.get(&id).is_none_or(|slot| slot.members[node.index()])
     }
 
     /// Whether channel `id` is open here, or was. If not, it may still be opened.

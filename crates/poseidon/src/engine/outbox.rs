@@ -94,6 +94,12 @@ impl Outbox {
         self.batch.is_empty() && self.waiting.is_empty()
     }
 
+    /// Whether what the link has to take next is a session's. What it was not offered yet does not
+    /// count.
+    pub(super) fn next_is_about_a_layer(&self) -> bool {
+        self.batch.front().is_some_and(|frame| frame.layer.is_some())
+    }
+
     /// Hands the channel and receipt of every message to `gone` instead of a link.
     pub(super) fn discard(&mut self, mut gone: impl FnMut(ChannelId, u64, Payload)) {
         self.written = 0;

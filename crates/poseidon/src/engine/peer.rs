@@ -139,6 +139,13 @@ impl Peer {
         !self.outbox.is_empty()
     }
 
+    /// Whether the link does not take what the other end would always read: a session awaits its
+    /// frames at all times. A group's frames may have to wait there until its program begins the same
+    /// operation, and operations have their own deadlines.
+    pub(super) fn is_refused(&self) -> bool {
+        self.outbox.next_is_about_a_layer()
+    }
+
     pub(super) fn may_write(&self) -> bool {
         self.writable && self.gone.is_none() && !self.outbox.is_empty()
     }
@@ -381,6 +388,9 @@ impl Peer {
             let (me, it) = (self.node, header.sender);
             return self.garbage(format!("a frame of node {it} on the link of node {me}"));
         }
+        if !channels.admits(header.channel, self.node) {
+            return self.stranger(&header);
+        }
         match kind {
             Kind::Heartbeat | Kind::Bye if length > 0 => {
                 self.garbage(format!("a {kind:?} of {length} bytes, expected 0"));
@@ -465,6 +475,10 @@ impl Peer {
         let mut index = 0;
         while let Some((header, bytes)) = self.aside.get(index) {
             let header = *header;
+            if !channels.admits(header.channel, self.node) {
+                self.stranger(&header);
+                return moved;
+            }
             let landing = match header.kind {
                 Kind::Bye | Kind::Abort => {
                     let before = self.aside.iter().take(index);
@@ -519,6 +533,12 @@ impl Peer {
 
     pub(super) fn broken(&mut self, error: &io::Error) {
         self.gone.get_or_insert(Gone::Lost(error.to_string()));
+    }
+
+    /// It has sent a frame of a session or group that it is not in.
+    fn stranger(&mut self, header: &Header) {
+        let Header { kind, channel, .. } = header;
+        self.garbage(format!("a {kind:?} frame of channel {channel}, which it is not in"));
     }
 
     fn garbage(&mut self, why: String) {

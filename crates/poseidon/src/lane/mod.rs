@@ -118,6 +118,12 @@ impl SessionLane {
         match command {
             Command::Replan(state) => {
                 debug_assert!(self.state.is_at_rest(), "plans change between clocks");
+                // A link may be writing to memory of the old plan: it has to let go of it first, which
+                // it does when the session stops.
+                if let Some(late) = self.state.arriving() {
+                    let (expected, got) = (state.epoch, late.epoch);
+                    return Err(self.fault_of(late, Violation::Epoch { expected, got }));
+                }
                 self.state = *state;
                 out.follow(self.state.epoch);
                 Ok(())
@@ -237,6 +243,17 @@ impl SessionLane {
         Error::Lost { node: self.cluster.name(node), how, awaited: first.or_else(stalled) }
     }
 
+    /// A frame breaks a rule.
+    fn fault_of(&self, header: &Header, violation: Violation) -> Error {
+        Error::Violation {
+            node: self.cluster.name(header.sender),
+            layer: self.layer_name(header.chunk.layer),
+            chunk: header.chunk.index,
+            clock: header.clock,
+            violation,
+        }
+    }
+
     /// This node's own worker has broken a rule its shard holds it to.
     fn own_fault(&self, chunk: ChunkKey, violation: Violation) -> Error {
         Error::Violation {
@@ -272,13 +289,7 @@ impl Channel for SessionLane {
     }
 
     fn open(&mut self, header: &Header, now: Duration) -> Result<Landing, Error> {
-        self.state.open(header, now).map_err(|violation| Error::Violation {
-            node: self.cluster.name(header.sender),
-            layer: self.layer_name(header.chunk.layer),
-            chunk: header.chunk.index,
-            clock: header.clock,
-            violation,
-        })
+        self.state.open(header, now).map_err(|violation| self.fault_of(header, violation))
     }
 
     fn combine(&mut self, from: NodeId, piece: &[u8]) {

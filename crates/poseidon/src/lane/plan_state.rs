@@ -38,8 +38,8 @@ pub(crate) struct PlanState {
     /// cache.
     own: VecDeque<ChunkKey>,
     completed: Vec<Completed>,
-    /// By node: the payload that comes from it now.
-    arriving: Vec<Option<Arriving>>,
+    /// By node: the frame whose payload comes from it now, and where the payload goes.
+    arriving: Vec<Option<(Header, Arriving)>>,
     board: Arc<Board>,
     /// The results are too many bytes to be still in a cache when the program gets to them.
     results_are_large: bool,
@@ -66,9 +66,9 @@ enum Arriving {
     /// Piece by piece into a sum, which may be in memory this node's worker lent.
     Sum { sum: Contribution, lent: Option<Lent> },
     /// Straight into the training program's memory.
-    Result(ChunkKey),
+    Result,
     /// Straight into the matrix where factors meet.
-    Rows { rows: Rows, chunk: ChunkKey, clock: Clock },
+    Rows(Rows),
 }
 
 /// The receipt of a result that a shard holds. The receipt of any other message is its layer's
@@ -199,7 +199,7 @@ impl PlanState {
                 let exchange = self.exchanges[layer].clone().ok_or(Violation::NotInFlight)?;
                 let region = Lent { exchange, range }.result_region();
                 let landing = Landing::Assign { region, past_cache: self.results_are_large };
-                (landing, Arriving::Result(header.chunk))
+                (landing, Arriving::Result)
             }
             Kind::Factors => {
                 let gathering = self.gathers.get_mut(header.chunk.layer.index());
@@ -213,18 +213,17 @@ impl PlanState {
                 }
                 let mut rows = rows(arrival.range.clone());
                 let landing = Landing::Assign { region: rows.room_region(), past_cache: false };
-                let (chunk, clock) = (header.chunk, header.clock);
-                (landing, Arriving::Rows { rows, chunk, clock })
+                (landing, Arriving::Rows(rows))
             }
             _ => return Err(Violation::WrongKind),
         };
-        self.arriving[header.sender.index()] = Some(arriving);
+        self.arriving[header.sender.index()] = Some((*header, arriving));
         Ok(landing)
     }
 
     /// The next piece of the contribution from `from` that `open` let in.
     pub(crate) fn combine(&mut self, from: NodeId, piece: &[u8]) {
-        if let Some(Arriving::Sum { sum, lent }) = &mut self.arriving[from.index()]
+        if let Some((_, Arriving::Sum { sum, lent })) = &mut self.arriving[from.index()]
             && let Some(store) = &mut self.store
         {
             store.handle_piece(sum, bytemuck::cast_slice(piece), lent.as_mut().map(Lent::sum));
@@ -233,14 +232,18 @@ impl PlanState {
 
     /// The payload from `from` that `open` let in is all there.
     pub(crate) fn landed(&mut self, from: NodeId) {
-        match self.arriving[from.index()].take() {
-            Some(Arriving::Sum { sum, mut lent }) => {
+        let Some((Header { chunk, clock, .. }, arriving)) = self.arriving[from.index()].take()
+        else {
+            return;
+        };
+        match arriving {
+            Arriving::Sum { sum, mut lent } => {
                 let store = self.store.as_mut().expect("only a store opens a sum");
                 let done = store.handle_contributed(sum, lent.as_mut().map(Lent::sum));
                 self.completed.extend(done);
             }
-            Some(Arriving::Result(chunk)) => self.handle_landed(chunk),
-            Some(Arriving::Rows { rows, chunk, clock }) => {
+            Arriving::Result => self.handle_landed(chunk),
+            Arriving::Rows(rows) => {
                 rows.land(from);
                 if let Some(gathering) = &mut self.gathers[chunk.layer.index()]
                     && gathering.gather.handle_landed(from, chunk.index, clock)
@@ -248,7 +251,6 @@ impl PlanState {
                     self.finish_if_gathered(chunk.layer);
                 }
             }
-            None => {}
         }
     }
 
@@ -365,7 +367,12 @@ impl PlanState {
         }
     }
 
-    /// Whether nothing is in flight: then the plan may be replaced.
+    /// A frame whose payload is on its way in.
+    pub(crate) fn arriving(&self) -> Option<&Header> {
+        self.arriving.iter().flatten().map(|(header, _)| header).next()
+    }
+
+    /// Whether nothing of this node's is in flight: then the plan may be replaced.
     pub(crate) fn is_at_rest(&self) -> bool {
         self.exchanges.iter().all(Option::is_none)
             && self.unsent.iter().all(|&unsent| unsent == 0)

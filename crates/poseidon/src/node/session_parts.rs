@@ -17,6 +17,7 @@ use std::sync::mpsc::{self, Sender};
 
 /// A session's parts on all lanes, and what these parts share with the program.
 pub(crate) struct SessionParts {
+    pub(crate) id: ChannelId,
     pub(crate) book: Arc<Book>,
     pub(crate) plan: Plan,
     pub(crate) board: Arc<Board>,
@@ -52,7 +53,7 @@ impl SessionParts {
         let counters = Arc::new(Counters::new(layers.len()));
         let (lanes_of, lanes) = (lanes_of(&plan), Vec::new());
         let matrices = Vec::new();
-        let mut parts = Self { book, plan, board, counters, matrices, lanes, lanes_of };
+        let mut parts = Self { id, book, plan, board, counters, matrices, lanes, lanes_of };
         let (states, matrices) = parts.prepare(node, &parts.book);
         parts.matrices = matrices;
         for LaneState { lane, state } in states {

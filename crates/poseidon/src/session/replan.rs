@@ -57,8 +57,15 @@ impl Session {
         }
         // When this returns, every worker has received everything of the old plan.
         self.agree_on(&book)?;
-        let positions = self.positions()?;
+        self.follow(book, &values).inspect_err(|error| {
+            // The others may follow the new plan already: without this worker it leads nowhere.
+            self.parts.command_all(|| Command::Abort(error.to_string()));
+        })
+    }
 
+    /// Moves everything to where the plan of `book` wants it, which every worker has agreed to.
+    fn follow(&mut self, book: Arc<Book>, values: &[&[f32]]) -> Result<(), Error> {
+        let positions = self.positions()?;
         let (states, matrices) = self.parts.prepare(&self.node, &book);
         for mut state in states {
             for (layer, position) in self.layers.ids().zip(&positions) {
@@ -76,7 +83,7 @@ impl Session {
     /// Waits until every worker has called `replan`. An error if the workers want different plans.
     fn agree_on(&self, book: &Book) -> Result<(), Error> {
         let epoch = book.epoch;
-        let jobs = self.gather(&format!("plan of epoch {epoch}"), &json!(book.job))?;
+        let jobs = self.gather(&self.topic(), &json!(book.job))?;
         let own = &jobs[usize::from(self.rank())];
         match jobs.iter().position(|job| job != own) {
             None => Ok(()),
@@ -85,6 +92,11 @@ impl Session {
                 self.rank()
             ))),
         }
+    }
+
+    /// What the workers call the next plan. Sessions may be replanned at the same time: each has its own.
+    fn topic(&self) -> String {
+        format!("plan of epoch {} of channel {}", self.parts.plan.epoch.next(), self.parts.id)
     }
 
     /// What every layer's rule has, put together from all shards.
@@ -100,8 +112,7 @@ impl Session {
             let stepped = initialised || clock > Clock(0);
             let mut vectors = if stepped { held.vectors } else { Vec::new() };
             if !vectors.is_empty() && group.is_none() && self.workers() > 1 {
-                let name = format!("plan of epoch {}", self.parts.plan.epoch.next());
-                group = Some(self.group(&name)?);
+                group = Some(self.group(&self.topic())?);
             }
             for vector in &mut vectors {
                 if let Some(group) = &group {
@@ -123,7 +134,9 @@ impl Session {
         let tensor = unsafe { Tensor::from_raw(start, vector.len(), Dtype::I32) };
         let terms = Terms { timeout: self.timeout, waits: true };
         let request = Request::AllReduce { tensor, op: ReduceOp::BitOr };
-        group.begin(request, terms, Box::new(()))?.wait(2 * self.timeout)?;
+        let work = group.begin(request, terms, Box::new(()))?;
+        // The operation has a deadline of its own.
+        while !work.wait(self.timeout)? {}
         Ok(())
     }
 

@@ -257,3 +257,51 @@ fn connected() -> (Box<dyn Link>, Stream) {
     let near = arrivals.recv_timeout(Duration::from_secs(60)).unwrap();
     (near.into_called_link().unwrap(), far)
 }
+
+/// The link may be writing to memory of the old plan. Only a worker that has not agreed to the new
+/// one sends by the old one then.
+#[test]
+fn a_frame_of_the_old_plan_that_is_half_there_stops_the_session() {
+    let setup = Setup {
+        seed: 0,
+        workers: 2,
+        servers: Servers::Colocated,
+        lanes: 1,
+        layers: vec![400],
+        clocks: 1,
+        deterministic: false,
+    };
+    let mut world = World::new(&setup);
+    let (near, mut far) = pair(world.clock.clone(), Shape::default());
+    let node = world.start(NodeId(0), vec![vec![(NodeId(1), Box::new(near))]]);
+    let Node { board, mut lanes, .. } = node;
+    let Running { mut engine, commands, .. } = lanes.remove(0).unwrap();
+    let mut turn = || {
+        for _ in 0..20 {
+            engine.handle_ready(NodeId(1), true, true, false);
+            engine.turn(Duration::ZERO);
+        }
+    };
+
+    let shard = Shard { node: NodeId(0), lane: LaneId(0) };
+    let (chunk, _) = world.plan.all_chunks().find(|(_, at)| *at == shard).unwrap();
+    let length = (world.plan.len(chunk) * size_of::<f32>()) as u32;
+    let bare = Header::bare(Kind::Push, NodeId(1), length);
+    let (channel, epoch) = (ChannelId::FIRST, Epoch::FIRST);
+    let push = Header { channel, epoch, chunk, clock: Clock(1), ..bare };
+    let mut half = &[&push.encode()[..], &[0; 10]].concat()[..];
+    while !half.is_empty() {
+        half = &half[far.write(&[IoSlice::new(half)]).unwrap()..];
+    }
+    turn();
+    assert!(board.failure().is_none());
+
+    let mut plan = world.plan.clone();
+    plan.epoch = Epoch(2);
+    let state = PlanState::new(shard, &world.cluster, &plan, None, &[None], board.clone());
+    commands.send(Command::Replan(Box::new(state))).ok().unwrap();
+    turn();
+    let words = board.failure().expect("worker 1 follows the old plan").to_string();
+    let facts = ["worker 1", "layer0", "clock 1", "epoch 1, expected 2"];
+    assert!(facts.iter().all(|fact| words.contains(fact)), "{words}");
+}

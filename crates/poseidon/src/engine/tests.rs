@@ -1,0 +1,284 @@
+//! One engine, links whose other ends the tests write by hand, and channels that write down what
+//! happens to them.
+
+use super::*;
+use crate::engine::traffic::Counters;
+use poseidon_core::{Clock, Epoch};
+use poseidon_link::memory::{MemoryLink, Shape, VirtualClock, pair};
+use std::io::{ErrorKind, IoSlice};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
+
+const SILENCE: Duration = Duration::from_secs(15);
+
+/// Takes every frame, or none as long as it is told to.
+struct Scribe {
+    id: ChannelId,
+    members: Vec<NodeId>,
+    awaits: bool,
+    counters: Counters,
+    notes: Notes,
+    /// The clock of the frame that comes from each node.
+    arriving: [u64; 3],
+}
+
+/// What a scribe and its test share.
+#[derive(Clone, Default)]
+struct Notes {
+    written: Arc<Mutex<Vec<String>>>,
+    /// It has no place for frames yet.
+    reluctant: Arc<AtomicBool>,
+    over: Arc<AtomicBool>,
+}
+
+impl Notes {
+    fn reluctant() -> Self {
+        Self { reluctant: Arc::new(true.into()), ..Self::default() }
+    }
+
+    fn write(&self, words: String) {
+        self.written.lock().unwrap().push(words);
+    }
+
+    fn read(&self) -> Vec<String> {
+        self.written.lock().unwrap().clone()
+    }
+}
+
+impl Scribe {
+    fn boxed(id: u32, members: &[u16], awaits: bool, notes: &Notes) -> Box<Self> {
+        let members = members.iter().map(|&node| NodeId(node)).collect();
+        let (counters, notes) = (Counters::default(), notes.clone());
+        Box::new(Self { id: ChannelId(id), members, awaits, counters, notes, arriving: [0; 3] })
+    }
+}
+
+impl Channel for Scribe {
+    fn id(&self) -> ChannelId {
+        self.id
+    }
+
+    fn epoch(&self) -> Epoch {
+        Epoch::FIRST
+    }
+
+    fn members(&self) -> &[NodeId] {
+        &self.members
+    }
+
+    fn counters(&self) -> &Counters {
+        &self.counters
+    }
+
+    fn open(&mut self, header: &Header, _: Duration) -> Result<Landing, Error> {
+        if self.notes.reluctant.load(Ordering::Relaxed) {
+            return Ok(Landing::Later);
+        }
+        self.arriving[header.sender.index()] = header.clock.0;
+        Ok(Landing::Combine { width: 1 })
+    }
+
+    fn combine(&mut self, _: NodeId, _: &[u8]) {}
+
+    fn landed(&mut self, from: NodeId) {
+        self.notes.write(format!("frame {} of {from}", self.arriving[from.index()]));
+    }
+
+    fn sent(&mut self, _: Sent) {}
+
+    fn handle_goodbye(&mut self, from: NodeId) {
+        self.notes.write(format!("goodbye of {from}"));
+    }
+
+    fn handle_gone(&mut self, node: NodeId, why: &Gone, _: bool) -> Result<(), Error> {
+        let (node, how) = (format!("node {node}"), format!("{why:?}"));
+        Err(Error::Lost { node, how, awaited: None })
+    }
+
+    fn aborted(&self, from: NodeId, _: u32, reason: String) -> Error {
+        Error::Aborted { node: format!("node {from}"), reason }
+    }
+
+    fn awaits(&self, node: NodeId) -> bool {
+        self.awaits && self.members.contains(&node)
+    }
+
+    fn needs_driver(&self) -> bool {
+        true
+    }
+
+    fn is_awaited(&self) -> bool {
+        false
+    }
+
+    fn poll(&mut self, _: Duration, _: &mut Outgoing<'_>) -> Result<Polled, Error> {
+        Ok(Polled { over: self.notes.over.load(Ordering::Relaxed), ..Polled::default() })
+    }
+
+    fn tick(&mut self, _: Duration) -> Result<(), Error> {
+        Ok(())
+    }
+
+    fn fail(&mut self, error: Error) -> LastWords {
+        self.notes.write(error.to_string());
+        LastWords { reason: error.to_string(), speaker: 0 }
+    }
+}
+
+/// The engine of node 0 of three, and the other ends of its links.
+fn engine() -> (Engine, [MemoryLink; 2]) {
+    let clock = VirtualClock::new();
+    let (one, far_one) = pair(clock.clone(), Shape::default());
+    let (two, far_two) = pair(clock, Shape { seed: 7, ..Shape::default() });
+    let links: Links = vec![(NodeId(1), Box::new(one)), (NodeId(2), Box::new(two))];
+    (Engine::new(NodeId(0), 3, links, SILENCE, Duration::ZERO), [far_one, far_two])
+}
+
+/// Turns until nothing more happens.
+fn settle(engine: &mut Engine) {
+    let mut quiet = 0;
+    while quiet < 10 {
+        // An in-memory read may be short though more is there.
+        [1, 2].iter().for_each(|&node| engine.handle_ready(NodeId(node), true, true, false));
+        let before = engine.moved();
+        let again = engine.turn(Duration::ZERO) == Next::Again;
+        quiet = if again || engine.moved() > before { 0 } else { quiet + 1 };
+    }
+}
+
+/// Writes a frame of node `from` to the engine, which reads meanwhile.
+fn say(engine: &mut Engine, far: &mut MemoryLink, header: Header, payload: &[u8]) {
+    let frame = [&header.encode()[..], payload].concat();
+    let mut left = &frame[..];
+    while !left.is_empty() {
+        match far.write(&[IoSlice::new(left)]) {
+            Ok(taken) => left = &left[taken..],
+            // A link that is parked may stay full, and then the rest is nobody's business.
+            Err(e) if e.kind() == ErrorKind::WouldBlock => {
+                let before = engine.moved();
+                settle(engine);
+                assert!(engine.moved() > before, "the engine does not read");
+            }
+            Err(e) => panic!("{e}"),
+        }
+    }
+    settle(engine);
+}
+
+fn header(kind: Kind, from: u16, channel: u32, length: usize) -> Header {
+    let (channel, epoch) = (ChannelId(channel), Epoch::FIRST);
+    Header { channel, epoch, ..Header::bare(kind, NodeId(from), length as u32) }
+}
+
+fn data(from: u16, channel: u32, clock: u64, length: usize) -> Header {
+    Header { clock: Clock(clock), ..header(Kind::Message, from, channel, length) }
+}
+
+#[test]
+fn frames_wait_for_the_channel_they_belong_to() {
+    for awaits in [false, true] {
+        let (mut engine, [mut one, _two]) = engine();
+        let (first, second) = (Notes::default(), Notes::default());
+        engine.attach(Scribe::boxed(1, &[1, 2], awaits, &first), Duration::ZERO);
+        say(&mut engine, &mut one, data(1, 2, 5, 3), b"abc");
+        say(&mut engine, &mut one, header(Kind::Bye, 1, 2, 0), &[]);
+        say(&mut engine, &mut one, data(1, 1, 6, 3), b"abc");
+        // Nobody waits behind a frame of another channel if somebody awaits something.
+        assert_eq!(first.read().len(), usize::from(awaits));
+        engine.attach(Scribe::boxed(2, &[1, 2], awaits, &second), Duration::ZERO);
+        settle(&mut engine);
+        assert_eq!(first.read(), ["frame 6 of 1"]);
+        assert_eq!(second.read(), ["frame 5 of 1", "goodbye of 1"]);
+    }
+}
+
+#[test]
+fn frames_of_a_channel_that_is_closed_are_thrown_away() {
+    let (mut engine, [mut one, _two]) = engine();
+    let (first, second) = (Notes::default(), Notes::default());
+    engine.attach(Scribe::boxed(1, &[1, 2], false, &first), Duration::ZERO);
+    engine.attach(Scribe::boxed(2, &[1, 2], false, &second), Duration::ZERO);
+    second.over.store(true, Ordering::Relaxed);
+    settle(&mut engine);
+    say(&mut engine, &mut one, data(1, 2, 5, 3), b"abc");
+    say(&mut engine, &mut one, header(Kind::Abort, 1, 2, 3), b"why");
+    say(&mut engine, &mut one, data(1, 1, 6, 0), &[]);
+    assert_eq!(first.read(), ["frame 6 of 1"]);
+    assert!(second.read().is_empty());
+}
+
+/// Its last words came before the channel was opened here, and its departure too.
+#[test]
+fn the_reason_of_a_node_that_has_left_since_is_heard() {
+    let (mut engine, [mut one, _two]) = engine();
+    say(&mut engine, &mut one, header(Kind::Abort, 1, 2, 3), b"why");
+    say(&mut engine, &mut one, Header::bare(Kind::Bye, NodeId(1), 0), &[]);
+    let notes = Notes::default();
+    engine.attach(Scribe::boxed(2, &[1, 2], true, &notes), Duration::ZERO);
+    settle(&mut engine);
+    assert_eq!(notes.read(), ["node 1 stopped the job: why"]);
+}
+
+#[test]
+fn a_channel_that_comes_after_the_end_fails_at_once() {
+    let (mut engine, _far) = engine();
+    engine.close(Duration::ZERO);
+    engine.turn(Duration::ZERO);
+    let notes = Notes::default();
+    engine.attach(Scribe::boxed(2, &[1, 2], true, &notes), Duration::ZERO);
+    engine.turn(Duration::ZERO);
+    let words = notes.read().join("; ");
+    assert!(words.contains("has left the job"), "{words}");
+}
+
+/// A node that is not in a channel can neither end it nor speak for its members.
+#[test]
+fn strangers_to_a_channel_lose_their_connection_and_nobody_else_does() {
+    let frames = [header(Kind::Bye, 2, 1, 0), header(Kind::Abort, 2, 1, 3), data(2, 1, 5, 3)];
+    for header in frames {
+        for early in [false, true] {
+            let (mut engine, [mut one, mut two]) = engine();
+            let (pair, all) = (Notes::default(), Notes::default());
+            engine.attach(Scribe::boxed(2, &[1, 2], true, &all), Duration::ZERO);
+            let channel = Scribe::boxed(1, &[1], true, &pair);
+            if early {
+                say(&mut engine, &mut two, header, &b"why"[..header.length as usize]);
+                engine.attach(channel, Duration::ZERO);
+                settle(&mut engine);
+            } else {
+                engine.attach(channel, Duration::ZERO);
+                say(&mut engine, &mut two, header, &b"why"[..header.length as usize]);
+            }
+            say(&mut engine, &mut one, data(1, 1, 9, 0), &[]);
+            assert_eq!(pair.read(), ["frame 9 of 1"], "{header:?}");
+            let words = all.read().join("; ");
+            assert!(words.contains("node 2") && words.contains("Garbage"), "{header:?}: {words}");
+        }
+    }
+}
+
+/// What was kept aside is forgotten with its channel; then there is room for what is behind it.
+#[test]
+fn a_link_that_is_full_of_frames_of_a_closed_channel_goes_on() {
+    let (mut engine, [mut one, _two]) = engine();
+    let (first, second, third) = (Notes::default(), Notes::reluctant(), Notes::reluctant());
+    engine.attach(Scribe::boxed(1, &[1, 2], true, &first), Duration::ZERO);
+    engine.attach(Scribe::boxed(2, &[1, 2], false, &second), Duration::ZERO);
+    engine.attach(Scribe::boxed(3, &[1, 2], false, &third), Duration::ZERO);
+    let large = vec![0; 48 << 20];
+    say(&mut engine, &mut one, data(1, 2, 4, large.len()), &large);
+    // There is no room for this one: it stays in the link, and so does what follows.
+    let parked = data(1, 3, 5, 17 << 20).encode();
+    let mut left = &parked[..];
+    while !left.is_empty() {
+        left = &left[one.write(&[IoSlice::new(left)]).unwrap()..];
+    }
+    settle(&mut engine);
+    let before = engine.moved();
+    assert!(one.write(&[IoSlice::new(&[0; 1000])]).unwrap() > 0);
+    settle(&mut engine);
+    assert_eq!(engine.moved(), before, "the link is parked");
+    second.over.store(true, Ordering::Relaxed);
+    settle(&mut engine);
+    assert!(engine.moved() > before, "the link is read again");
+}
