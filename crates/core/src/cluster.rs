@@ -113,6 +113,13 @@ impl Cluster {
         self.node_ids().filter(|&n| self.role(n).is_some_and(|r| r.server))
     }
 
+    /// The other nodes that `me` exchanges anything with: workers with everybody, servers with workers.
+    pub fn partners(&self, me: NodeId) -> Vec<NodeId> {
+        let works = |node| self.role(node).is_some_and(|role| role.worker);
+        let partner = |&node: &NodeId| node != me && (works(me) || works(node));
+        self.node_ids().filter(partner).collect()
+    }
+
     /// All lanes of a node.
     pub fn lane_ids(&self) -> impl Iterator<Item = LaneId> + use<> {
         (0..self.lanes).map(LaneId)

@@ -42,7 +42,7 @@ id! {
     Clock(u64)
 }
 id! {
-    /// Which edition of the cluster a job is in. The first is 1; 0 is not known yet.
+    /// Which edition of a book, and so of a plan. The first is 1; 0 is not known yet.
     Epoch(u32)
 }
 id! {

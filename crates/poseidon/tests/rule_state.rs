@@ -135,7 +135,7 @@ fn state_on_a_dedicated_server_is_out_of_reach() {
     let layout = Layout { servers: Servers::Dedicated(1), ..Layout::workers(2) };
     let results = layout.run(describe("adam"), |session| {
         let error = session.rule_state(session.layer("conv")?).unwrap_err().to_string();
-        assert!(error.contains("keeps update rules' state"), "{error}");
+        assert!(error.contains("server 0 (node 2) holds shards"), "{error}");
         Ok(())
     });
     results.into_iter().for_each(|result| result.unwrap());

@@ -8,7 +8,7 @@ use crate::job::control::Join;
 use crate::job::coordinator::Coordinator;
 use crate::job::line::ControlLine;
 use poseidon_core::wire::{Hello, Purpose, Status};
-use poseidon_core::{Cluster, Epoch, JobId, LaneId, NodeId};
+use poseidon_core::{Epoch, JobId, LaneId, NodeId};
 use poseidon_link::descriptors::{self, Need, Shortage};
 use poseidon_link::{
     Address, BindError, Caller, ConnectError, Credentials, Link, Listener, Serving, Stream,
@@ -242,7 +242,7 @@ impl Opening<'_> {
         let me = config.node();
         let cluster = &book.cluster;
         let deadline = Instant::now() + config.connect_timeout;
-        let partners = cluster.node_ids().filter(|&n| n != me && exchange_anything(cluster, me, n));
+        let partners = cluster.partners(me).into_iter();
         let (lower, higher): (Vec<_>, Vec<_>) = partners.partition(|&n| n < me);
         let mut links: Vec<Links> = cluster.lane_ids().map(|_| Vec::new()).collect();
         let opened = self
@@ -341,13 +341,6 @@ fn with_need(error: Error, need: Need) -> Error {
     };
     let Some(short) = short else { return error };
     Error::Descriptors(Shortage { need: Some(need), ..short.clone() })
-}
-
-/// Workers exchange chunks with servers, and factors and tensors with workers. Servers exchange
-/// nothing and have no link.
-fn exchange_anything(cluster: &Cluster, a: NodeId, b: NodeId) -> bool {
-    let works = |node| cluster.role(node).is_some_and(|role| role.worker);
-    works(a) || works(b)
 }
 
 /// How to reach `node`: a unix socket if it is on this host, unless told otherwise.

@@ -212,7 +212,7 @@ impl World {
             nodes.iter().map(|_| (0..lanes).map(|_| Vec::new()).collect()).collect();
         for &a in &nodes {
             for &b in nodes.iter().filter(|&&b| b > a) {
-                if !super::partners(&world.cluster, a).contains(&b) {
+                if !world.cluster.partners(a).contains(&b) {
                     continue;
                 }
                 for lane in world.cluster.lane_ids() {

@@ -85,7 +85,7 @@ impl SessionLane {
     pub(crate) fn new(parts: Parts) -> Self {
         let Parts { id, me, cluster, layers, state, commands, board, counters, stall } = parts;
         let departed = vec![false; cluster.nodes()];
-        let members = partners(&cluster, me);
+        let members = cluster.partners(me);
         let finishing = false;
         board.open_lane();
         Self {
@@ -391,13 +391,6 @@ impl Drop for SessionLane {
     fn drop(&mut self) {
         self.board.close_lane();
     }
-}
-
-/// The other nodes that `me` exchanges anything with: workers with everybody, servers with workers.
-pub(crate) fn partners(cluster: &Cluster, me: NodeId) -> Vec<NodeId> {
-    let works = |node| cluster.role(node).is_some_and(|role| role.worker);
-    let partner = |&node: &NodeId| node != me && (works(me) || works(node));
-    cluster.node_ids().filter(partner).collect()
 }
 
 /// The receipt of a goodbye. Other messages have the receipts that [`PlanState`] gives.

@@ -104,8 +104,7 @@ impl Layers {
         else {
             return;
         };
-        let matrices =
-            self.matrices(layer).expect("only a layer with a matrices is sent by factors");
+        let matrices = self.matrices(layer).expect("only a layer with matrices is sent by factors");
         let rule = Rule {
             optimizer: &self.optimizer,
             rate: *rate,

@@ -119,7 +119,8 @@ impl Session {
         let dedicated = |role: Role| role.server && !role.worker;
         match cluster.node_ids().find(|&node| cluster.role(node).is_some_and(dedicated)) {
             Some(node) => Err(Error::Config(format!(
-                "{} keeps update rules' state, and only state on workers can be saved or restored",
+                "{} holds shards: what a dedicated server holds cannot be saved, restored or moved to \
+                 another plan yet",
                 cluster.name(node)
             ))),
             None => Ok(()),
