@@ -73,7 +73,8 @@ fn a_sibling_that_fails_harms_neither_the_first_session_nor_a_group() {
         } else {
             sibling.send(a, vec![1.0; 100].into())?;
             let words = sibling.receive(a).expect_err("worker 0 stopped it").to_string();
-            assert_eq!(words, "worker 0 stopped the job: enough");
+            // Worker 0's own words, or another worker's word of them.
+            assert!(words.contains("worker 0 stopped the job: enough"), "{words}");
             drop(sibling);
         }
         for clock in 2..10 {

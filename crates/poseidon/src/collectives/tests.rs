@@ -4,7 +4,7 @@ use super::channel::{Command, GroupChannel, Shared};
 use super::work::Completion;
 use super::{Request, Tensor};
 use crate::engine::{Engine, Links};
-use poseidon_core::{ChannelId, Dtype, NodeId};
+use poseidon_core::{ChannelId, Dtype, NodeId, ReduceOp};
 use poseidon_link::memory::{Shape, VirtualClock, pair};
 use std::ptr::NonNull;
 use std::sync::Arc;
@@ -21,11 +21,24 @@ struct Rank {
 }
 
 impl Rank {
+    /// Adds another group of all nodes, in which they have the same ranks.
+    fn attach(&mut self, id: u32, rank: u16, size: u16) -> Arc<Shared> {
+        let shared = Arc::new(Shared::default());
+        let channel = channel(id, rank, size, &shared);
+        self.engine.attach(Box::new(channel), Duration::ZERO);
+        shared
+    }
+}
+
+fn channel(id: u32, rank: u16, size: u16, shared: &Arc<Shared>) -> GroupChannel {
+    let nodes = (0..size).map(NodeId).collect();
+    let names = (0..size).map(|rank| format!("rank {rank}")).collect();
+    GroupChannel::new(ChannelId(id), rank, nodes, names, shared.clone())
+}
+
+impl Rank {
     fn begin(&self, request: Request) -> Arc<Completion> {
-        let completion = Arc::new(Completion::new(Box::new(())));
-        let begun = completion.clone();
-        self.shared.command(Command::Begin { request, timeout: PATIENCE, completion });
-        begun
+        begin(&self.shared, request)
     }
 
     fn turn(&mut self, now: Duration) {
@@ -34,11 +47,21 @@ impl Rank {
     }
 }
 
+fn begin(group: &Shared, request: Request) -> Arc<Completion> {
+    let completion = Arc::new(Completion::new(Box::new(())));
+    let begun = completion.clone();
+    group.command(Command::Begin { request, timeout: PATIENCE, completion });
+    begun
+}
+
 /// Ranks with a link between any two.
 fn ranks(size: u16, clock: &VirtualClock) -> Vec<Rank> {
-    let mut links: Vec<Links> = (0..size).map(|_| Vec::new()).collect();
     // This seed cuts none of the first six reads and writes of an end.
-    let shape = Shape { seed: 1430, ..Shape::default() };
+    ranks_with(size, clock, Shape { seed: 1430, ..Shape::default() })
+}
+
+fn ranks_with(size: u16, clock: &VirtualClock, shape: Shape) -> Vec<Rank> {
+    let mut links: Vec<Links> = (0..size).map(|_| Vec::new()).collect();
     for b in 0..size {
         for a in 0..b {
             let (one, other) = pair(clock.clone(), shape);
@@ -47,10 +70,8 @@ fn ranks(size: u16, clock: &VirtualClock) -> Vec<Rank> {
         }
     }
     let rank = |(rank, links): (u16, Links)| {
-        let nodes = (0..size).map(NodeId).collect();
-        let names = (0..size).map(|rank| format!("rank {rank}")).collect();
         let shared = Arc::new(Shared::default());
-        let channel = GroupChannel::new(ChannelId(2), rank, nodes, names, shared.clone());
+        let channel = channel(2, rank, size, &shared);
         let (me, now) = (NodeId(rank), Duration::ZERO);
         let mut engine = Engine::new(me, usize::from(size), links, SILENCE, now);
         engine.attach(Box::new(channel), now);
@@ -129,4 +150,57 @@ fn operations_end_when_their_group_leaves_together_with_its_node() {
     assert!(begun.is_done() && failure(&begun).contains(words), "{}", failure(&begun));
     assert!(other.is_done() && failure(&other).contains(words), "{}", failure(&other));
     drop(ranks);
+}
+
+/// Frames of one group come before the other's are wanted, and before its rank is there: they are kept
+/// aside, or stay in the link, and each operation gets its own.
+#[test]
+fn two_groups_in_any_order_get_what_is_theirs() {
+    const SIZE: u16 = 3;
+    const OPERATIONS: usize = 6;
+    for seed in 0..40u64 {
+        let mut dice = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
+        let mut below = move |end: usize| {
+            dice = dice
+                .wrapping_mul(6_364_136_223_846_793_005)
+                .wrapping_add(1_442_695_040_888_963_407);
+            (dice >> 33) as usize % end
+        };
+        let shape = Shape { seed, capacity: [100, 5000, 64 << 10][below(3)], ..Shape::default() };
+        let mut ranks = ranks_with(SIZE, &VirtualClock::new(), shape);
+        // The second group is opened at another time on each rank.
+        let mut groups: Vec<_> = ranks.iter().map(|rank| vec![rank.shared.clone()]).collect();
+        // By group and operation: bytes of the tensor. Every rank contributes its number plus one.
+        let sizes: [Vec<usize>; 2] =
+            [(); 2].map(|()| (0..OPERATIONS).map(|_| below(40_000)).collect());
+        let mut next = vec![[0; 2]; usize::from(SIZE)];
+        let mut begun = Vec::new();
+        let mut tensors = Vec::new();
+        for turn in 0.. {
+            assert!(turn < 1_000_000, "seed {seed}: stuck at {next:?}");
+            let rank = below(usize::from(SIZE));
+            if below(20) == 0 {
+                let group = below(2);
+                if group == groups[rank].len() {
+                    groups[rank].push(ranks[rank].attach(3, rank as u16, SIZE));
+                } else if next[rank][group] < OPERATIONS {
+                    let len = sizes[group][next[rank][group]];
+                    next[rank][group] += 1;
+                    let mut values = vec![rank as u8 + 1; len];
+                    let (tensor, op) = (tensor(&mut values), ReduceOp::Sum);
+                    let shared = &groups[rank][group];
+                    begun.push(begin(shared, Request::AllReduce { tensor, op }));
+                    tensors.push(values);
+                }
+            }
+            ranks[rank].turn(Duration::ZERO);
+            let all = begun.len() == 2 * OPERATIONS * usize::from(SIZE);
+            if all && begun.iter().all(|operation| operation.is_done()) {
+                break;
+            }
+        }
+        drop(ranks);
+        assert!(begun.iter().all(|operation| failure(operation).is_empty()));
+        assert!(tensors.iter().flatten().all(|&value| value == 6), "seed {seed}");
+    }
 }

@@ -330,6 +330,8 @@ impl Engine {
             let Some(why) = peer.gone.clone().filter(|_| !peer.reported) else { continue };
             peer.reported = true;
             let node = peer.node();
+            // It is not written to any more: if it lives, it hears that now. If this fails, it is dead.
+            let _ = peer.link().finish();
             let mut undelivered = Vec::new();
             peer.discard(|id, receipt, payload| undelivered.push((id, receipt, payload)));
             for (&id, slot) in &mut self.channels.open {

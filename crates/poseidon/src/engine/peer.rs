@@ -22,6 +22,8 @@ pub(crate) struct Peer {
     /// Frames that nobody had asked for when they came, and that were in the way of other frames.
     aside: VecDeque<(Header, Vec<u8>)>,
     aside_bytes: usize,
+    /// Some of them have a place, but a frame of the same channel is half there.
+    postponed: bool,
     /// The link may have something to read, or room to write. Set by readiness events, cleared by
     /// a short read or write (the events are edge-triggered).
     readable: bool,
@@ -98,6 +100,7 @@ impl Peer {
             state: State::Header,
             aside: VecDeque::new(),
             aside_bytes: 0,
+            postponed: false,
             readable: true,
             writable: true,
             heard: now,
@@ -366,6 +369,9 @@ impl Peer {
             match std::mem::replace(&mut self.state, State::Header) {
                 State::Assign { channel, .. } | State::Combine { channel, .. } => {
                     channels.landed(channel, self.node);
+                    if std::mem::take(&mut self.postponed) {
+                        self.replay(channels, scratch, now);
+                    }
                 }
                 State::Aside { header, bytes, .. } => {
                     self.put_aside(header, bytes);
@@ -471,6 +477,11 @@ impl Peer {
     /// Gives the channels the frames that were put aside, as far as they want them now. True if
     /// they took any.
     fn replay(&mut self, channels: &mut Channels, scratch: &mut [u64], now: Duration) -> bool {
+        // A channel takes one frame of a node at a time.
+        let half_there = match &self.state {
+            State::Assign { channel, .. } | State::Combine { channel, .. } => Some(*channel),
+            _ => None,
+        };
         let mut moved = false;
         let mut index = 0;
         while let Some((header, bytes)) = self.aside.get(index) {
@@ -480,6 +491,10 @@ impl Peer {
                 return moved;
             }
             let landing = match header.kind {
+                _ if half_there == Some(header.channel) => {
+                    self.postponed = true;
+                    Some(Landing::Later)
+                }
                 Kind::Bye | Kind::Abort => {
                     let before = self.aside.iter().take(index);
                     let first = before.clone().all(|(first, _)| first.channel != header.channel);

@@ -5,7 +5,7 @@ use super::*;
 use crate::engine::traffic::Counters;
 use poseidon_core::{Clock, Epoch};
 use poseidon_link::memory::{MemoryLink, Shape, VirtualClock, pair};
-use std::io::{ErrorKind, IoSlice};
+use std::io::{ErrorKind, IoSlice, IoSliceMut};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 
@@ -281,4 +281,16 @@ fn a_link_that_is_full_of_frames_of_a_closed_channel_goes_on() {
     second.over.store(true, Ordering::Relaxed);
     settle(&mut engine);
     assert!(engine.moved() > before, "the link is read again");
+}
+
+/// It would wait for heartbeats, and then say that this node is the dead one.
+#[test]
+fn a_node_that_is_given_up_hears_the_end_of_the_connection() {
+    let (mut engine, [mut one, _two]) = engine();
+    let notes = Notes::default();
+    engine.attach(Scribe::boxed(1, &[1, 2], true, &notes), Duration::ZERO);
+    say(&mut engine, &mut one, header(Kind::Control, 1, 1, 0), &[]);
+    assert!(notes.read().join("; ").contains("Garbage"));
+    let read = one.read(&mut [IoSliceMut::new(&mut [0; 1000])]);
+    assert_eq!(read.map_err(|e| e.kind()), Ok(0));
 }
