@@ -287,3 +287,27 @@ def test_the_backend_is_registered_without_loading_it():
         "assert 'poseidon._native' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def groups_of_groups():
+    rank, size, _ = start()
+    everybody, pair = list(range(size)), [0, size - 1]
+    first = dist.new_group(everybody)
+    descriptors = len(os.listdir("/proc/self/fd"))
+    groups = [(everybody, first), (everybody, dist.new_group(everybody)), (pair, dist.new_group(pair))]
+    assert len(os.listdir("/proc/self/fd")) == descriptors, "a group has opened connections"
+    for ranks, group in groups:
+        if rank in ranks:
+            tensor = torch.full((100_000,), float(rank))
+            dist.all_reduce(tensor, group=group)
+            assert torch.equal(tensor, torch.full_like(tensor, float(sum(ranks))))
+    # Groups outlive the one that made the links.
+    dist.destroy_process_group(first)
+    tensor = torch.ones(3)
+    dist.all_reduce(tensor, group=groups[1][1])
+    assert tensor.tolist() == [size] * 3
+    dist.destroy_process_group()
+
+
+def test_groups_share_connections():
+    run(groups_of_groups, 3)

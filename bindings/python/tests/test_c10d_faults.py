@@ -160,7 +160,6 @@ def again():
     from poseidon._c10d import _rendezvous
 
     other = dist.PrefixStore("other", store)
-    names = [f"rank {r}" for r in range(size)]
     if rank == 0:
         other.set("poseidon", "127.0.0.1:9 0123456789abcdef0123456789abcdef")
         store.set("stale", "")
@@ -170,7 +169,7 @@ def again():
         store.wait(["stale"])
         assert other.get("poseidon")
         store.set("found", "")
-    group = _rendezvous(other, rank, names, timedelta(seconds=30))
+    group = _rendezvous(other, rank, list(range(size)), timedelta(seconds=30))
     group.leave(2.0)
 
 
