@@ -71,8 +71,9 @@ fn a_sibling_that_fails_harms_neither_the_first_session_nor_a_group() {
         if session.rank() == 0 {
             sibling.abort("enough");
         } else {
-            sibling.send(a, vec![1.0; 100].into())?;
-            let words = sibling.receive(a).expect_err("worker 0 stopped it").to_string();
+            let sent = sibling.send(a, vec![1.0; 100].into());
+            let outcome = sent.and_then(|()| sibling.receive(a));
+            let words = outcome.expect_err("worker 0 stopped it").to_string();
             // Worker 0's own words, or another worker's word of them.
             assert!(words.contains("worker 0 stopped the job: enough"), "{words}");
             drop(sibling);
