@@ -1,7 +1,9 @@
 //! A bounded, seeded run of every fuzz target: random inputs, and mutations of whole ones.
 //! The same inputs every time, so a failure can be repeated.
 
-use poseidon_core::wire::{Challenge, Header, Hello, Kind, NOBODY, Purpose, Status, VERSION, Verdict};
+use poseidon_core::wire::{
+    Challenge, Header, Hello, Kind, NOBODY, Purpose, Status, VERSION, Verdict,
+};
 use poseidon_core::{ChunkKey, Clock, Epoch, JobId, LaneId, LayerId, NodeId};
 use poseidon_fuzz::{CLUSTER, Outcome, handshake, header};
 use std::collections::BTreeMap;
@@ -12,12 +14,8 @@ const INPUTS: usize = 200_000;
 #[test]
 fn header_survives() {
     let chunk = ChunkKey { layer: LayerId(3), index: 7 };
-    let push = Header {
-        chunk,
-        value: 0.1,
-        clock: Clock(9),
-        ..Header::bare(Kind::Push, NodeId(1), 4096)
-    };
+    let push =
+        Header { chunk, value: 0.1, clock: Clock(9), ..Header::bare(Kind::Push, NodeId(1), 4096) };
     let abort = Header::bare(Kind::Abort, NodeId(2), 12);
     run(header, &[push.encode().to_vec(), abort.encode().to_vec()], &[]);
 }
