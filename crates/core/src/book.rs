@@ -52,6 +52,9 @@ pub struct NodeFacts {
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum BookError {
+    /// The first epoch is 1.
+    #[error("epoch 0: the first one is 1")]
+    Epoch,
     /// The job makes no sense.
     #[error(transparent)]
     Job(#[from] JobError),
@@ -263,6 +266,9 @@ impl TryFrom<Unchecked> for Book {
     fn try_from(book: Unchecked) -> Result<Self, BookError> {
         let Unchecked { version, identity, epoch, cluster, nodes, job } = book;
         job.validate()?;
+        if epoch < Epoch::FIRST {
+            return Err(BookError::Epoch);
+        }
         let (expected, got) = (cluster.nodes(), nodes.len());
         if expected != got {
             return Err(BookError::Nodes { expected, got });

@@ -77,7 +77,7 @@ fn adam_sends_factors_and_gets_matrices() {
     setup.scheme = SchemeRule::Adam;
     setup.cluster = Cluster::new(4, Servers::Colocated, 1).unwrap();
     let outcome = run(&setup);
-    let (factors, matrix) = (4 * 5096 * 4 + 32, 1000 * 4096 * 4 + 32);
+    let (factors, matrix) = (4 * 5096 * 4 + 40, 1000 * 4096 * 4 + 40);
     assert_eq!(outcome.bytes_sent, [3 * matrix, factors, factors, factors]);
     assert_eq!(outcome.bytes_received, [3 * factors, matrix, matrix, matrix]);
 }
@@ -101,7 +101,7 @@ fn two_workers_and_a_server_by_hand() {
     let mut setup = one_layer(50_000, LayerKind::Other, 1e6);
     setup.cluster = Cluster::new(2, Servers::Dedicated(1), 1).unwrap();
     setup.iterations = 1;
-    let t = 200_032.0 / 1e6;
+    let t = 200_040.0 / 1e6;
     let outcome = run(&setup);
     close(outcome.iteration_seconds, 2.0 + 4.0 * t + 0.002);
     let first = outcome.timeline[0];
@@ -117,12 +117,12 @@ fn two_workers_and_a_server_by_hand() {
 fn two_nodes_by_hand() {
     let mut setup = one_layer(100_000, LayerKind::Other, 1e6);
     setup.overlap = Overlap::Backward;
-    let t = 200_032.0 / 1e6;
+    let t = 200_040.0 / 1e6;
     let outcome = run(&setup);
     close(outcome.iteration_seconds, 2.0 + 2.0 * t + 0.002);
     close(outcome.stall_fraction, (2.0 * t + 0.002) / (2.0 + 2.0 * t + 0.002));
     close(outcome.speedup, 4.0 / (2.0 + 2.0 * t + 0.002));
-    assert_eq!(outcome.bytes_sent, [400_064; 2]);
+    assert_eq!(outcome.bytes_sent, [400_080; 2]);
     setup.network.duplex = Duplex::Shared;
     close(run(&setup).iteration_seconds, 2.0 + 4.0 * t);
 }
@@ -135,7 +135,7 @@ fn two_workers_with_factors_by_hand() {
     setup.scheme = SchemeRule::Sfb;
     setup.overlap = Overlap::Backward;
     setup.rebuild_rate = Some(1e8);
-    let t = (4.0 * 5096.0 * 4.0 + 32.0) / 1e6;
+    let t = (4.0 * 5096.0 * 4.0 + 40.0) / 1e6;
     let rebuild = 2.0 * 1000.0 * 4096.0 * 4.0 / 1e8;
     let outcome = run(&setup);
     close(outcome.iteration_seconds, 2.0 + t + 0.001 + rebuild);
@@ -166,7 +166,7 @@ fn two_layers_by_factors(backward: f64) -> Setup {
 /// The upper layer is rebuilt behind the lower one's backward. Only the lower one is waited for.
 #[test]
 fn rebuilding_goes_on_beside_computing() {
-    let t = (4.0 * 5096.0 * 4.0 + 32.0) / 1e6;
+    let t = (4.0 * 5096.0 * 4.0 + 40.0) / 1e6;
     let rebuild = 2.0 * 1000.0 * 4096.0 * 4.0 / 1e8;
     assert!(t + 0.001 + rebuild < 1.0);
     let outcome = run(&two_layers_by_factors(1.0));
@@ -186,7 +186,7 @@ fn rebuilding_goes_on_beside_computing() {
 /// needs the lower one first: when it lands, the worker rebuilds it itself, and then has both.
 #[test]
 fn a_worker_rebuilds_what_has_not_been_begun() {
-    let t = (4.0 * 5096.0 * 4.0 + 32.0) / 1e6;
+    let t = (4.0 * 5096.0 * 4.0 + 40.0) / 1e6;
     let rebuild = 2.0 * 1000.0 * 4096.0 * 4.0 / 1e8;
     assert!(rebuild > 2.0 * t);
     let outcome = run(&two_layers_by_factors(0.0));
@@ -232,7 +232,7 @@ fn a_slow_host_by_hand() {
     let mut setup = one_layer(100_000, LayerKind::Other, 1e6);
     setup.overlap = Overlap::Backward;
     setup.host.send = 2e-6;
-    let t = 200_032.0 / 1e6;
+    let t = 200_040.0 / 1e6;
     close(run(&setup).iteration_seconds, 2.0 + 4.0 * t + 0.002);
     setup.host.frame = 0.1;
     close(run(&setup).iteration_seconds, 2.0 + 4.0 * t + 0.202);
