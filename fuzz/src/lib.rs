@@ -31,7 +31,7 @@ pub fn header(input: &[u8]) -> Outcome {
     };
     let mut decoded = Header::decode(&bytes);
     if let Err(HeaderError::Checksum { expected, .. }) = decoded {
-        bytes[28..].copy_from_slice(&expected.to_le_bytes());
+        bytes[Header::SIZE - 4..].copy_from_slice(&expected.to_le_bytes());
         decoded = Header::decode(&bytes);
         assert!(!matches!(decoded, Err(HeaderError::Checksum { .. })), "checksum given, refused");
     }
