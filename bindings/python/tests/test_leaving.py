@@ -97,7 +97,7 @@ def interrupt():
 
 
 def test_a_wait_can_be_interrupted():
-    ended = attempt(interrupt, 2, timeout=60, environment=PATIENT)
+    ended = attempt(interrupt, 2, environment=PATIENT)
     assert ended[0][1] == "interrupted", ended
 
 
