@@ -3,6 +3,7 @@
 import copy
 import os
 
+import pytest
 import torch
 from cluster import run
 from models import Cnn, Mlp, batches
@@ -129,6 +130,11 @@ def interrupted(folder, update, optimizer):
     for values in zip(expected, resumed, again, elsewhere):
         assert torch.equal(values[0], values[1]) and torch.equal(values[0], values[2])
         torch.testing.assert_close(values[0], values[3], rtol=1e-4, atol=1e-6)
+    # A file of another version is refused, and the model stays as it is.
+    later = dict(torch.load(f"{folder}/checkpoint", weights_only=True), poseidon=2)
+    torch.save(later, f"{folder}/later {rank}")
+    with pytest.raises(ValueError, match="checkpoint of version 2, this build of poseidon reads version 1"):
+        psd.load(f"{folder}/later {rank}", stock, stock_stepper)
     psd.shutdown()
 
 

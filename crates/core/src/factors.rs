@@ -133,12 +133,12 @@ pub struct Gather {
     /// The last clock that was sent.
     sent: Clock,
     /// The clock that was sent last and the one after it, by the parity of the clock.
-    rounds: [Round; 2],
+    rounds: [GatheredClock; 2],
 }
 
 /// What has come of one clock.
 #[derive(Clone, Debug)]
-struct Round {
+struct GatheredClock {
     clock: Clock,
     /// The learning rate of this clock, once the first worker has named it. All must name the same.
     rate: Option<f32>,
@@ -164,14 +164,14 @@ impl Gather {
     /// The gatherer of `layer` for the factors that `lane` of worker `me` carries.
     pub fn new(layer: LayerId, layout: &Layout, me: NodeId, lane: LaneId) -> Self {
         let chunks: Vec<u32> = (0..layout.chunks()).filter(|&i| layout.lane(i) == lane).collect();
-        let round = |clock| Round {
+        let round = |clock| GatheredClock {
             clock,
             rate: None,
             arrived: vec![false; chunks.len() * layout.workers],
             missing: (layout.workers - 1) * chunks.len(),
         };
         // No factors of clock 0 ever come: its round is complete until clock 1 has been sent.
-        let rounds = [Round { missing: 0, ..round(Clock(0)) }, round(Clock(1))];
+        let rounds = [GatheredClock { missing: 0, ..round(Clock(0)) }, round(Clock(1))];
         Self { layer, layout: layout.clone(), me, chunks, sent: Clock(0), rounds }
     }
 
@@ -181,7 +181,7 @@ impl Gather {
         self.sent = clock;
         for (clock, missing) in [(clock, 0), (clock.next(), missing)] {
             let arrived = vec![false; self.chunks.len() * self.layout.workers];
-            self.rounds[place(clock)] = Round { clock, rate: None, arrived, missing };
+            self.rounds[place(clock)] = GatheredClock { clock, rate: None, arrived, missing };
         }
     }
 
@@ -283,7 +283,7 @@ impl Gather {
     }
 }
 
-impl Round {
+impl GatheredClock {
     fn agree(&mut self, rate: f32) -> Result<(), Violation> {
         let expected = *self.rate.get_or_insert(rate);
         if expected.to_bits() == rate.to_bits() {

@@ -122,14 +122,14 @@ struct Slot {
     /// checkpoint.
     steps_before: u64,
     /// By worker: how much of its contribution to `clock` has come.
-    contributors: Box<[Progress]>,
+    contributors: Box<[ContributorState]>,
     /// `None` until the first contribution to `clock` begins.
-    round: Option<Round>,
+    round: Option<OpenClock>,
 }
 
 /// What has come for the clock that a slot collects.
 #[derive(Debug)]
-struct Round {
+struct OpenClock {
     kind: Kind,
     rate: f32,
     opened: Duration,
@@ -148,7 +148,7 @@ struct Round {
 
 /// How much of a worker's contribution has come.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Progress {
+enum ContributorState {
     Absent,
     Arriving,
     Done,
@@ -181,7 +181,7 @@ impl Store {
             parameters: None,
             state: Vec::new(),
             steps_before: 0,
-            contributors: vec![Progress::Absent; workers].into(),
+            contributors: vec![ContributorState::Absent; workers].into(),
             round: None,
         };
         let slots = keys.iter().map(slot).collect();
@@ -260,10 +260,10 @@ impl Store {
         debug_assert_eq!(contribution.done, contribution.len, "a piece is missing");
         let slot = &mut self.slots[contribution.slot as usize];
         let round = slot.round.as_mut().expect("a contribution keeps its round open");
-        slot.contributors[contribution.worker] = Progress::Done;
+        slot.contributors[contribution.worker] = ContributorState::Done;
         round.finished += 1;
         if self.order == Order::Rank && round.kind == Kind::Push {
-            while slot.contributors.get(round.turn) == Some(&Progress::Done) {
+            while slot.contributors.get(round.turn) == Some(&ContributorState::Done) {
                 if let Some(own) = round.waiting.remove(&round.turn) {
                     let sum = round.sum.as_mut().map(unshared);
                     let sum = sum.expect("nothing is lent in rank order");
@@ -293,7 +293,8 @@ impl Store {
             return None;
         }
         let missing = slot.contributors.iter().zip(0..);
-        let missing = missing.filter(|(p, _)| **p != Progress::Done).map(|(_, n)| NodeId(n));
+        let missing =
+            missing.filter(|(p, _)| **p != ContributorState::Done).map(|(_, n)| NodeId(n));
         Some(Stall { key: slot.key, clock: slot.clock, missing: missing.collect(), waited })
     }
 
@@ -346,7 +347,7 @@ impl Store {
     pub fn bytes(&self) -> usize {
         let free: usize = self.free.iter().map(|(len, buffers)| len * buffers.len()).sum();
         let held = self.slots.iter().map(|s| {
-            let sums = |r: &Round| usize::from(r.sum.is_some()) + r.waiting.len();
+            let sums = |r: &OpenClock| usize::from(r.sum.is_some()) + r.waiting.len();
             let round = s.round.as_ref().map_or(0, |r| s.room * sums(r));
             let parameters = s.parameters.as_ref().map_or(0, |p| p.len());
             round + parameters + s.state.iter().map(Vec::len).sum::<usize>()
@@ -399,7 +400,7 @@ impl Store {
         if header.clock != slot.clock {
             return Err(Violation::Clock { expected: slot.clock, got: header.clock });
         }
-        if slot.contributors[worker] != Progress::Absent {
+        if slot.contributors[worker] != ContributorState::Absent {
             return Err(Violation::Duplicate(header.clock));
         }
         match &slot.round {
@@ -408,7 +409,7 @@ impl Store {
             }
             Some(_) => {}
             None => {
-                slot.round = Some(Round {
+                slot.round = Some(OpenClock {
                     kind: header.kind,
                     rate: header.value,
                     opened: now,
@@ -421,7 +422,7 @@ impl Store {
             }
         }
         let lent = slot.round.as_ref().is_some_and(|round| round.sum.is_none());
-        slot.contributors[worker] = Progress::Arriving;
+        slot.contributors[worker] = ContributorState::Arriving;
         let len = if carries { slot.room } else { 0 };
         Ok(Contribution { slot: id, worker, done: 0, len, lent })
     }
@@ -431,7 +432,7 @@ impl Store {
         let mut round = slot.round.take().expect("only an open round completes");
         let clock = slot.clock;
         slot.clock = clock.next();
-        slot.contributors.fill(Progress::Absent);
+        slot.contributors.fill(ContributorState::Absent);
         let scale = self.optimizer.reduction().scale(self.workers);
         let result = if self.optimizer.is_stateless() {
             if round.kind == Kind::Push && scale != 1.0 {

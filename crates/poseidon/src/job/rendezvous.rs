@@ -118,12 +118,12 @@ type Arrival = (Hello, Stream);
 /// earlier wait here.
 #[derive(Default)]
 struct Run {
-    progress: Mutex<Progress>,
+    progress: Mutex<RunState>,
     changed: Condvar,
 }
 
 #[derive(Clone, Copy, Default)]
-enum Progress {
+enum RunState {
     /// The book has not come yet.
     #[default]
     Joining,
@@ -146,34 +146,34 @@ struct RunFacts {
 impl Run {
     fn begin(&self, book: &Book) {
         let Book { identity, epoch, .. } = *book;
-        self.set(Progress::Opening(RunFacts { identity, epoch, lanes: book.cluster.lanes() }));
+        self.set(RunState::Opening(RunFacts { identity, epoch, lanes: book.cluster.lanes() }));
     }
 
     fn connected(&self) {
         let progress = *self.lock();
-        if let Progress::Opening(facts) = progress {
-            self.set(Progress::Connected(facts));
+        if let RunState::Opening(facts) = progress {
+            self.set(RunState::Connected(facts));
         }
     }
 
-    fn set(&self, progress: Progress) {
+    fn set(&self, progress: RunState) {
         *self.lock() = progress;
         self.changed.notify_all();
     }
 
-    fn lock(&self) -> MutexGuard<'_, Progress> {
+    fn lock(&self) -> MutexGuard<'_, RunState> {
         self.progress.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Whether a node that may call gets the lane it asks for.
     fn admit(&self, hello: &Hello) -> Result<(), Status> {
-        let undecided = |progress: &mut Progress| matches!(progress, Progress::Joining);
+        let undecided = |progress: &mut RunState| matches!(progress, RunState::Joining);
         let waited = self.changed.wait_timeout_while(self.lock(), BOOK, undecided);
         let progress = *waited.unwrap_or_else(PoisonError::into_inner).0;
         let (facts, taken) = match progress {
-            Progress::Joining | Progress::Failed => return Err(Status::NoBook),
-            Progress::Opening(facts) => (facts, false),
-            Progress::Connected(facts) => (facts, true),
+            RunState::Joining | RunState::Failed => return Err(Status::NoBook),
+            RunState::Opening(facts) => (facts, false),
+            RunState::Connected(facts) => (facts, true),
         };
         if (hello.identity, hello.epoch) != (facts.identity, facts.epoch) {
             return Err(Status::Run);
@@ -191,8 +191,8 @@ struct Closing(Arc<Run>);
 
 impl Drop for Closing {
     fn drop(&mut self) {
-        if matches!(*self.0.lock(), Progress::Joining) {
-            self.0.set(Progress::Failed);
+        if matches!(*self.0.lock(), RunState::Joining) {
+            self.0.set(RunState::Failed);
         }
     }
 }
@@ -381,7 +381,7 @@ mod tests {
     #[test]
     fn a_caller_of_another_run_or_epoch_is_refused_and_so_is_a_lane_that_is_not_there() {
         let run = Run::default();
-        run.set(Progress::Opening(OURS));
+        run.set(RunState::Opening(OURS));
         let judge = |identity, epoch, lane| run.admit(&hello(identity, Epoch(epoch), lane));
         assert_eq!(judge(OURS.identity, 1, 1), Ok(()));
         assert_eq!(judge(JobId([4; 16]), 1, 1), Err(Status::Run));
@@ -403,7 +403,7 @@ mod tests {
                 std::thread::spawn(move || run.admit(&hello(OURS.identity, OURS.epoch, lane)))
             });
             if let Some(facts) = outcome {
-                run.set(Progress::Opening(facts));
+                run.set(RunState::Opening(facts));
             }
             drop(closing);
             for caller in callers {

@@ -106,12 +106,12 @@ struct Pipe {
 
 /// What a training program does: sends each layer, takes it back, checks it, thinks, sends again.
 struct Program {
-    layers: Vec<Progress>,
+    layers: Vec<LayerRun>,
     mute: bool,
     finished: bool,
 }
 
-struct Progress {
+struct LayerRun {
     /// Clocks that came back.
     done: u64,
     in_flight: Option<Arc<Exchange>>,
@@ -263,7 +263,7 @@ impl World {
             Some(Running { engine, commands, wake: Duration::ZERO, ends: None })
         };
         let lanes = self.cluster.lane_ids().zip(links).map(lane).collect();
-        let idle = |_: &usize| Progress { done: 0, in_flight: None, next: self.dice.pause() };
+        let idle = |_: &usize| LayerRun { done: 0, in_flight: None, next: self.dice.pause() };
         let program = role.worker.then(|| Program {
             layers: self.setup.layers.iter().map(idle).collect(),
             mute: false,

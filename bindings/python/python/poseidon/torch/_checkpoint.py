@@ -8,6 +8,9 @@ import torch
 from poseidon.torch._job import barrier, rank
 from poseidon.torch._parallel import DistributedDataParallel
 
+# The version of the files that `save` writes and `load` reads.
+VERSION = 1
+
 
 def save(
     path: "os.PathLike[str] | str",
@@ -18,12 +21,13 @@ def save(
     """Writes ``model``, ``optimizer`` and whatever else to ``path``. Every worker calls it.
 
     Rank 0 writes one file, which ``torch.load`` can read: ``{"model": …, "optimizer": …, **extra}`` with
-    ``state_dict``s as torch's own. It is complete or not there: it is written beside and renamed.
+    ``state_dict``s as torch's own, and the file's version as ``"poseidon"``. The file is complete or not there: it
+    is written beside and renamed.
     """
-    for name in ("model", "optimizer"):
+    for name in ("model", "optimizer", "poseidon"):
         if name in extra:
             raise ValueError(f"'{name}' is taken: pass it by position")
-    content: Dict[str, Any] = dict(extra, model=model.module.state_dict())
+    content: Dict[str, Any] = dict(extra, poseidon=VERSION, model=model.module.state_dict())
     if optimizer is not None:
         content["optimizer"] = optimizer.state_dict()
     if rank() == 0:
@@ -49,6 +53,12 @@ def load(
     which saved it.
     """
     content = torch.load(path, map_location=map_location, weights_only=True)
+    # Files of torch's own, and of the first version, do not say.
+    version = content.pop("poseidon", VERSION)
+    if version != VERSION:
+        raise ValueError(
+            f"{os.fspath(path)} is a checkpoint of version {version}, this build of poseidon reads version {VERSION}"
+        )
     missing = [name for name in ("model", "optimizer") if name not in content]
     if "model" in missing or (optimizer is not None and missing):
         raise ValueError(f"{os.fspath(path)} is no checkpoint of this kind: it has no {' and no '.join(missing)}")
