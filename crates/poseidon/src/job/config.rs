@@ -281,7 +281,7 @@ enum Launcher {
 }
 
 /// Where a launcher has put this process.
-struct LaunchFacts {
+struct Launch {
     rank: u16,
     workers: u16,
     /// Processes of the job on this host.
@@ -326,7 +326,7 @@ impl Env<'_> {
         (set("SLURM_PROCID") && set("SLURM_STEP_ID")).then_some(Launcher::Slurm)
     }
 
-    fn place(&self) -> Result<LaunchFacts, Error> {
+    fn place(&self) -> Result<Launch, Error> {
         let launcher = self.launcher();
         if launcher == Some(Launcher::Torchrun) {
             let server = self.0("POSEIDON_SERVER").is_some();
@@ -334,13 +334,7 @@ impl Env<'_> {
             let workers = self.need("WORLD_SIZE", "WORLD_SIZE")?;
             let local = self.parse("LOCAL_WORLD_SIZE")?.unwrap_or(1);
             let job = self.0("TORCHELASTIC_RUN_ID").unwrap_or_else(|| "torchrun".into());
-            return Ok(LaunchFacts {
-                rank,
-                workers,
-                local,
-                coordinator: self.beside_master(),
-                job,
-            });
+            return Ok(Launch { rank, workers, local, coordinator: self.beside_master(), job });
         }
         if launcher == Some(Launcher::OpenMpi) {
             let rank = self.need("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_RANK")?;
@@ -348,13 +342,7 @@ impl Env<'_> {
             let local: u16 = self.need("OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_COMM_WORLD_RANK")?;
             let job = self.0("PMIX_NAMESPACE").unwrap_or_else(|| "openmpi".into());
             let host = if local == workers { Some("127.0.0.1".into()) } else { self.mpirun_host() };
-            return Ok(LaunchFacts {
-                rank,
-                workers,
-                local,
-                coordinator: self.on_host(host, &job),
-                job,
-            });
+            return Ok(Launch { rank, workers, local, coordinator: self.on_host(host, &job), job });
         }
         if launcher == Some(Launcher::Slurm) {
             let rank = self.need("SLURM_PROCID", "SLURM_PROCID")?;
@@ -366,19 +354,13 @@ impl Env<'_> {
             let list = self.0("SLURM_STEP_NODELIST").or_else(|| self.0("SLURM_JOB_NODELIST"));
             let host =
                 if nodes == 1 { Some("127.0.0.1".into()) } else { list.map(|l| first_host(&l)) };
-            return Ok(LaunchFacts {
-                rank,
-                workers,
-                local,
-                coordinator: self.on_host(host, &job),
-                job,
-            });
+            return Ok(Launch { rank, workers, local, coordinator: self.on_host(host, &job), job });
         }
         if self.0("RANK").is_some() {
             return Err(Error::Config("RANK is set but WORLD_SIZE is not".into()));
         }
         let coordinator = Ok("127.0.0.1:0".into());
-        Ok(LaunchFacts { rank: 0, workers: 1, local: 1, coordinator, job: "alone".into() })
+        Ok(Launch { rank: 0, workers: 1, local: 1, coordinator, job: "alone".into() })
     }
 
     /// torchrun's own store listens on `MASTER_PORT`: the coordinator takes the port after it.
