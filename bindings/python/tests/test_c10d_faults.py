@@ -157,7 +157,7 @@ def again():
         assert torch.equal(x, torch.full((3,), float(size)))
         dist.destroy_process_group()
     # Of a rank 0 that did not live to see the others, its address stays.
-    from poseidon._c10d import _rendezvous
+    from poseidon._c10d_rendezvous import rendezvous
 
     other = dist.PrefixStore("other", store)
     if rank == 0:
@@ -169,7 +169,7 @@ def again():
         store.wait(["stale"])
         assert other.get("poseidon")
         store.set("found", "")
-    group = _rendezvous(other, rank, list(range(size)), timedelta(seconds=30))
+    group = rendezvous(other, rank, list(range(size)), timedelta(seconds=30), [])
     group.leave(2.0)
 
 

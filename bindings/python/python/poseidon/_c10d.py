@@ -10,21 +10,18 @@ collectives.
 """
 
 import atexit
-import contextlib
 import itertools
-import socket
 import threading
 import time
-import uuid
 import weakref
-from typing import Any, List, NamedTuple, Set
-from datetime import timedelta
+from typing import Any, Set
 
 import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
 from poseidon import _native
+from poseidon._c10d_rendezvous import rendezvous
 from poseidon._c10d_tensors import Lent, number_of
 
 # How long a process that leaves a group waits for its connections to close.
@@ -32,12 +29,6 @@ LEAVE = 2.0
 # How many threads that settle futures a group keeps when they have nothing to do: one, and another for the next
 # future while that one is busy.
 IDLE = 2
-
-# How long a rank that finds an old address waits before it looks again.
-PAUSE = 0.1
-
-# What rank 0 leaves in the store if the group is to share links that are there.
-SHARED = "shared"
 
 # What torch calls a group with a single backend that is not its own.
 CUSTOM = "custom"
@@ -149,7 +140,7 @@ class _Operations:
         self.rank, self.size, self.ranks = rank, len(ranks), ranks
         self.timeout = timeout.total_seconds()
         self.sequence = 0
-        self._group = _rendezvous(store, rank, ranks, timeout)
+        self._group = rendezvous(store, rank, ranks, timeout, list(_groups))
         self._names = itertools.count()
         # Work whose future somebody holds, and how many of its parts are not done.
         self._followed = {}
@@ -439,83 +430,6 @@ def _same_type(tensor, others):
 def _check_tag(tag):
     if tag < 0:
         raise ValueError(f"a tag must not be negative, got {tag}")
-
-
-def _rendezvous(store, rank, ranks, timeout):
-    """The group of those who share `store`, if all of them come within `timeout`."""
-    key, name = "poseidon", "c10d"
-    names = [f"rank {r}" for r in ranks]
-    patience = timeout.total_seconds()
-    if rank == 0:
-        linked = _linked(ranks[rank], ranks)
-        if linked is None:
-            host = _native.Host(_near(store), name, patience)
-            store.set(key, f"{host.address} {host.secret}")
-            group = _native.Group(rank, host.address, name, host.secret, names, patience, host)
-        else:
-            token = uuid.uuid4().hex
-            store.set(key, f"{SHARED} {linked.identity} {token}")
-            group = linked.subgroup(token, ranks, names, patience)
-        with contextlib.suppress(RuntimeError):
-            # The next group of this store should not find it. Not every store can forget.
-            store.delete_key(key)
-        return group
-    deadline = time.monotonic() + patience
-    while (left := deadline - time.monotonic()) > 0:
-        try:
-            store.wait([key], timedelta(seconds=left))
-        except dist.DistStoreError:
-            break
-        # What is found may be from a group that was here before: then rank 0 is still on its way.
-        found = store.get(key).decode().split()
-        if found[0] == SHARED:
-            _, identity, token = found
-            linked = _linked(ranks[rank], ranks, identity)
-            if linked is not None:
-                return linked.subgroup(token, ranks, names, left)
-        else:
-            address, secret = found
-            if _native.Host.is_open(address, name, secret):
-                return _native.Group(rank, address, name, secret, names, patience)
-        time.sleep(PAUSE)
-    raise _native.ConnectionError(f"{names[0]} did not come to make a process group within {patience:g} s")
-
-
-class _Linked(NamedTuple):
-    """A group whose links another one can share."""
-
-    group: Any
-    ranks: List[int]
-    identity: str
-
-    def subgroup(self, token, ranks, names, patience):
-        channel = f"process group {token[:8]} of {len(ranks)} ranks"
-        return self.group.subgroup(channel, [self.ranks.index(r) for r in ranks], names, patience)
-
-
-def _linked(me, ranks, identity=None):
-    """A group of this process, which is global rank `me`, that has links to all of `ranks`: the largest, or one with
-    this identity."""
-    found = []
-    for operations in list(_groups):
-        if operations.ranks[operations.rank] == me and set(ranks) <= set(operations.ranks):
-            its = operations.links()
-            if its is not None and identity in (None, its):
-                found.append(_Linked(operations.group(), operations.ranks, its))
-    return max(found, key=lambda linked: len(linked.ranks), default=None)
-
-
-def _near(store):
-    """An address that all ranks reach: the store's own, if it has one."""
-    while hasattr(store, "underlying_store"):
-        store = store.underlying_store
-    if isinstance(store, dist.TCPStore):
-        return f"{store.host}:{store.port}"
-    try:
-        socket.getaddrinfo(socket.gethostname(), 1)
-        return f"{socket.gethostname()}:1"
-    except OSError:
-        return "127.0.0.1:1"
 
 
 COLLECTIVES = {

@@ -78,7 +78,9 @@ impl Drop for Node {
             return;
         }
         self.lanes.iter().for_each(|lane| lane.close());
-        self.lanes.iter().for_each(|lane| lane.wait_stopped(LAST_WORDS));
+        let deadline = Instant::now() + LAST_WORDS;
+        let left = || deadline.saturating_duration_since(Instant::now());
+        self.lanes.iter().for_each(|lane| lane.wait_stopped(left()));
     }
 }
 
