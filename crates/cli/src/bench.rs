@@ -1,9 +1,12 @@
 //! `poseidon bench`: measures Poseidon itself.
 
+mod busy;
 mod exchange;
 mod overhead;
+mod payload;
 mod report;
 mod scale;
+mod servers;
 mod worker;
 
 use std::process::ExitCode;
@@ -20,6 +23,8 @@ enum What {
     Exchange(exchange::Args),
     Overhead(overhead::Args),
     Scale(Box<scale::Args>),
+    #[command(hide = true)]
+    Busy(busy::Args),
 }
 
 /// Runs the measurement.
@@ -28,5 +33,6 @@ pub(crate) fn run(args: Args) -> anyhow::Result<ExitCode> {
         What::Exchange(args) => exchange::run(args),
         What::Overhead(args) => overhead::run(args),
         What::Scale(args) => scale::run(*args),
+        What::Busy(args) => busy::run(args),
     }
 }

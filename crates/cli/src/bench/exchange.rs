@@ -2,15 +2,20 @@
 //!
 //! PHub's ZeroComputeEngine (§2): what is left of a training step when computing costs nothing.
 
-use super::report::{Report, Summary};
-use super::worker::{self, Exchange};
+use super::payload::What;
+use super::report::{CpuOf, Report, Summary};
+use super::servers::ServerProcesses;
+use super::worker::{Exchange, Turn, Worker};
 use crate::job::{Job, Size};
 use crate::launch::at_least_1;
 use crate::supervise::{self, Options};
 use anyhow::{Context, ensure};
-use poseidon::config::Carriers;
-use poseidon::{ChunkSize, Config, Optimizer, Servers};
+use clap::ValueEnum;
+use poseidon::config::{Carriers, Member};
+use poseidon::{ChunkSize, Config, Optimizer, Reduction, Scheme, Servers};
+use std::io::{BufRead, Write};
 use std::process::{Command, ExitCode};
+use std::time::Duration;
 
 /// Exchange parameters as fast as possible, with no computing in between.
 ///
@@ -24,9 +29,10 @@ pub(crate) struct Args {
     #[arg(long, short = 'n', value_name = "P", default_value_t = 4, value_parser = at_least_1)]
     workers: u16,
 
-    /// Size of the model, such as 64KB or 100MB (powers of 1024).
-    #[arg(long, value_name = "N", default_value = "100MB", value_parser = bytes)]
-    bytes: usize,
+    /// Size of the model, such as 64KB or 100MB (powers of 1024). Several are measured one after the
+    /// other, each with a report of its own.
+    #[arg(long, value_name = "N,…", default_value = "100MB", value_delimiter = ',', value_parser = bytes)]
+    bytes: Vec<usize>,
 
     /// Iterations to measure, after three that are not.
     #[arg(long, value_name = "I", default_value_t = 10, value_parser = clap::value_parser!(u32).range(1..))]
@@ -39,6 +45,24 @@ pub(crate) struct Args {
     /// What shards do: 'sum', 'mean', 'sgd:momentum=0.9', 'caffe-sgd', 'adam', 'adamw', …
     #[arg(long, value_name = "RULE", default_value = "sum")]
     optimizer: Optimizer,
+
+    /// How the model goes: through the shards ('ps'), or as one fully connected layer by its factors
+    /// ('sfb'), a matrix of --bytes as near to a square as divides them.
+    #[arg(long, value_name = "ps|sfb", default_value_t = Scheme::Ps, value_parser = scheme)]
+    scheme: Scheme,
+
+    /// With --scheme sfb: rows of factors each worker has, which is its batch.
+    #[arg(long, value_name = "K", default_value_t = 32, value_parser = at_least_1)]
+    rows: u16,
+
+    /// Have a group sum a tensor of --bytes, instead of synchronising a model.
+    #[arg(long, value_enum, conflicts_with = "scheme")]
+    collective: Option<Collective>,
+
+    /// Threads per core that compute meanwhile, on the whole machine once. Their time is not in the
+    /// CPU time that is reported.
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    busy: u16,
 
     /// Largest chunk.
     #[arg(long, value_name = "BYTES", value_parser = bytes)]
@@ -61,39 +85,118 @@ pub(crate) struct Args {
     #[arg(long)]
     in_cluster: bool,
 
+    /// With --in-cluster: say 'ready', then measure what is asked for. Every line of rank 0's standard
+    /// input, 'BYTES ITERS', is a turn of so many iterations after one that is not counted; the answer
+    /// is one JSON object on a line. It ends when the input does.
+    #[arg(long, requires = "in_cluster", conflicts_with_all = ["iters", "busy"])]
+    turns: bool,
+
     /// Be one worker of a job this command has started; print what it measured.
     #[arg(long, hide = true)]
     worker: bool,
 }
 
+/// A collective operation.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+#[value(rename_all = "snake_case")]
+enum Collective {
+    /// Everybody's tensors become their sum, in place.
+    AllReduce,
+}
+
+/// Iterations before the first measured one.
+const WARM_UP: u32 = 3;
+/// The same in a turn: connections that have been idle begin slowly again, memory is warm.
+const TURN_WARM_UP: u32 = 1;
+/// How long a worker waits for its next turn, while others have theirs.
+const TURN_PATIENCE: Duration = Duration::from_secs(1800);
+
 /// Runs the benchmark, or one worker of it.
 pub(crate) fn run(args: Args) -> anyhow::Result<ExitCode> {
+    let exchange = args.exchange()?;
     if args.worker {
-        let report = worker::run(&args.exchange(), &args.config()?)?;
-        println!("{}", serde_json::to_string(&report)?);
-        return Ok(ExitCode::SUCCESS);
+        return be_worker(&args, &exchange);
     }
-    let reports = if args.in_cluster {
-        match worker::run_and_gather(&args.exchange(), &args.config()?)? {
-            Some(reports) => reports,
-            None => return Ok(ExitCode::SUCCESS),
-        }
-    } else {
-        match start_workers(&args)? {
-            Ok(reports) => reports,
-            Err(code) => return Ok(code),
-        }
+    if args.in_cluster {
+        return be_rank(&args, &exchange);
+    }
+    let by_worker = match start_workers(&args)? {
+        Ok(reports) => reports,
+        Err(code) => return Ok(code),
     };
-    let summary = Summary::new(&reports, &args.exchange(), args.link.to_string())?;
-    if args.json {
-        println!("{}", serde_json::to_string(&summary)?);
-    } else {
-        println!("{summary}");
+    for (position, turn) in args.each_size().enumerate() {
+        let reports: Option<Vec<_>> =
+            by_worker.iter().map(|sizes| sizes.get(position).cloned()).collect();
+        let reports = reports.context("a worker left a size out")?;
+        args.tell(&Summary::new(&reports, turn, &exchange, args.link.to_string(), CpuOf::All)?)?;
     }
     Ok(ExitCode::SUCCESS)
 }
 
-fn start_workers(args: &Args) -> anyhow::Result<Result<Vec<Report>, ExitCode>> {
+/// One worker of a job this command has started. Worker 0 counts the servers' CPU time.
+fn be_worker(args: &Args, exchange: &Exchange) -> anyhow::Result<ExitCode> {
+    let config = args.config()?;
+    let first = config.member == Member::Worker(0);
+    let counted = if first { config.servers.extra() } else { 0 };
+    let mut worker = Worker::join(exchange, &config, || ServerProcesses::beside(counted))?;
+    let reports: Result<Vec<Report>, _> =
+        args.each_size().map(|turn| worker.measure(turn)).collect();
+    let reports = reports?;
+    worker.finish()?;
+    println!("{}", serde_json::to_string(&reports)?);
+    Ok(ExitCode::SUCCESS)
+}
+
+/// One worker of a job that somebody else has started. Rank 0 prints.
+fn be_rank(args: &Args, exchange: &Exchange) -> anyhow::Result<ExitCode> {
+    let mut config = args.config()?;
+    if args.turns {
+        config.timeout = config.timeout.max(TURN_PATIENCE);
+    }
+    let mut worker = Worker::join(exchange, &config, || Ok(ServerProcesses::default()))?;
+    let cpu_of = if config.servers.extra() > 0 { CpuOf::Workers } else { CpuOf::All };
+    let measure = |worker: &mut Worker, turn| -> anyhow::Result<()> {
+        let report = worker.measure(turn)?;
+        let reports = worker.gather(&report)?;
+        if worker.rank() == 0 {
+            let link = args.link.to_string();
+            args.tell(&Summary::new(&reports, turn, exchange, link, cpu_of)?)?;
+        }
+        Ok(())
+    };
+    if !args.turns {
+        args.each_size().try_for_each(|turn| measure(&mut worker, turn))?;
+        worker.finish()?;
+        return Ok(ExitCode::SUCCESS);
+    }
+    if worker.rank() == 0 {
+        println!("ready");
+    }
+    let mut lines = std::io::stdin().lock().lines();
+    loop {
+        let asked = match worker.rank() {
+            0 => lines.next().transpose()?.map(|line| parse_turn(&line)).transpose()?,
+            _ => None,
+        };
+        let Some(turn) = worker.agree(asked)? else { break };
+        measure(&mut worker, turn)?;
+    }
+    worker.finish()?;
+    Ok(ExitCode::SUCCESS)
+}
+
+/// 'BYTES ITERS'.
+fn parse_turn(line: &str) -> anyhow::Result<Turn> {
+    let expected = || format!("expected the bytes and the iterations of a turn, got '{line}'");
+    let (bytes, iters) = line.split_once(' ').with_context(expected)?;
+    let bytes = bytes.parse().with_context(expected)?;
+    let iters = iters.parse().with_context(expected)?;
+    ensure!(iters > 0, expected());
+    Ok(Turn { bytes, iters, warm_up: TURN_WARM_UP })
+}
+
+/// By worker: its report of every size. The exit code is of a run that failed, which has been told.
+fn start_workers(args: &Args) -> anyhow::Result<Result<Vec<Vec<Report>>, ExitCode>> {
     let job = Job::start(Size {
         workers: args.workers,
         servers: args.servers,
@@ -120,13 +223,42 @@ fn start_workers(args: &Args) -> anyhow::Result<Result<Vec<Report>, ExitCode>> {
 }
 
 impl Args {
-    fn exchange(&self) -> Exchange {
-        Exchange {
-            bytes: self.bytes,
-            iters: self.iters,
+    fn exchange(&self) -> anyhow::Result<Exchange> {
+        let what = match (self.collective, self.scheme) {
+            (Some(Collective::AllReduce), _) => What::AllReduce,
+            (None, Scheme::Sfb) => What::Factors { rows: self.rows.into() },
+            (None, _) => What::Push,
+        };
+        let sums = self.optimizer == Optimizer::Reduce(Reduction::Sum);
+        ensure!(
+            what == What::Push || sums,
+            "factors and collectives are measured as sums: expected --optimizer sum, got {}",
+            self.optimizer
+        );
+        Ok(Exchange {
+            what,
+            sizes: self.bytes.clone(),
             optimizer: self.optimizer.clone(),
             chunk: self.chunk.map_or(ChunkSize::default(), ChunkSize::at_most),
-        }
+            busy: self.busy,
+        })
+    }
+
+    /// What is measured unless turns are asked for.
+    fn each_size(&self) -> impl Iterator<Item = Turn> {
+        let (iters, warm_up) = (self.iters, WARM_UP);
+        self.bytes.iter().map(move |&bytes| Turn { bytes, iters, warm_up })
+    }
+
+    fn tell(&self, summary: &Summary) -> anyhow::Result<()> {
+        let text = match self.json || self.turns {
+            true => serde_json::to_string(summary)?,
+            false => summary.to_string(),
+        };
+        let mut stdout = std::io::stdout().lock();
+        writeln!(stdout, "{text}")?;
+        // Whoever asks for turns waits for this line.
+        Ok(stdout.flush()?)
     }
 
     fn config(&self) -> anyhow::Result<Config> {
@@ -135,13 +267,16 @@ impl Args {
             config.carrier = self.link;
             config.servers = self.servers;
             config.lanes = self.lanes.unwrap_or(config.lanes);
-            ensure!(
-                self.optimizer.is_stateless(),
-                "--in-cluster gathers its figures with the exchange itself: expected --optimizer sum or mean, got {}",
-                self.optimizer
-            );
         }
         Ok(config)
+    }
+}
+
+fn scheme(text: &str) -> Result<Scheme, String> {
+    match text {
+        "ps" => Ok(Scheme::Ps),
+        "sfb" => Ok(Scheme::Sfb),
+        _ => Err(format!("expected ps or sfb, got '{text}'")),
     }
 }
 
@@ -171,6 +306,13 @@ Examples:
   Momentum SGD on two dedicated servers:
     poseidon bench exchange --workers 4 --servers 2 --optimizer sgd:momentum=0.9
 
+  A fully connected layer by factors, and a tensor by all_reduce:
+    poseidon bench exchange --scheme sfb --rows 32 --bytes 10MB --link tcp
+    poseidon bench exchange --collective all_reduce --bytes 10MB --link tcp
+
+  Beside a busy thread on every core:
+    poseidon bench exchange --workers 4 --busy 1
+
   On a cluster, under any launcher:
     mpirun -n 8 poseidon bench exchange --in-cluster --bytes 100MB";
 
@@ -185,6 +327,15 @@ mod tests {
         assert_eq!(bytes("4096"), Ok(4096));
         for bad in ["", "KB", "0", "3", "1.5MB", "-4", "4 parsecs", "99999999999999GB"] {
             assert!(bytes(bad).unwrap_err().contains("expected a size"), "{bad}");
+        }
+    }
+
+    #[test]
+    fn a_turn_is_two_numbers() {
+        let turn = Turn { bytes: 4096, iters: 7, warm_up: TURN_WARM_UP };
+        assert_eq!(parse_turn("4096 7").unwrap(), turn);
+        for bad in ["", "4096", "4096 0", "4096 -1", "4096 7 9", "many 7"] {
+            assert!(parse_turn(bad).unwrap_err().to_string().contains("expected"), "{bad}");
         }
     }
 }

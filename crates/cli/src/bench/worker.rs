@@ -1,193 +1,155 @@
 //! One worker of `bench exchange`.
 
+use super::busy::Busy;
+use super::payload::{Payload, RATE, What};
 use super::report::Report;
-use anyhow::{Context, ensure};
-use poseidon::{Buffer, ChunkSize, Clock, Config, Layer, LayerId, Optimizer, Session};
-use poseidon_core::optim::{Step, state_of};
+use super::servers::ServerProcesses;
+use anyhow::Context;
+use poseidon::{Buffer, ChunkSize, Config, Layer, LayerId, Optimizer, Session};
 use rustix::time::{ClockId, clock_gettime};
+use serde::{Deserialize, Serialize};
 use std::time::{Duration, Instant};
 
-/// What is measured.
+/// What is measured, all sizes of it.
 #[derive(Clone, Debug)]
 pub(crate) struct Exchange {
-    pub(crate) bytes: usize,
-    pub(crate) iters: u32,
+    pub(crate) what: What,
+    pub(crate) sizes: Vec<usize>,
     pub(crate) optimizer: Optimizer,
     pub(crate) chunk: ChunkSize,
+    /// Threads per core that compute meanwhile.
+    pub(crate) busy: u16,
 }
 
-/// Iterations before the first measured one: pages are touched, windows opened, pools filled.
-const WARM_UP: u32 = 3;
-const RATE: f32 = 0.01;
-/// Values repeat with this period, so that results can be checked against a small reference.
-const PERIOD: usize = 64;
-
-/// Takes part in the exchange and reports what this worker saw.
-pub(crate) fn run(exchange: &Exchange, config: &Config) -> anyhow::Result<Report> {
-    let session = start(exchange, config, None)?;
-    let report = measure(&session, exchange)?;
-    session.finish()?;
-    Ok(report)
+/// Some iterations of one size, one after the other.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Turn {
+    pub(crate) bytes: usize,
+    pub(crate) iters: u32,
+    /// Iterations before the first measured one: pages are touched, windows opened, pools filled.
+    pub(crate) warm_up: u32,
 }
 
-/// As [`run`], then gathers all workers' reports. `Some` on rank 0.
-pub(crate) fn run_and_gather(
-    exchange: &Exchange,
-    config: &Config,
-) -> anyhow::Result<Option<Vec<Report>>> {
-    let width = Report::width(exchange.iters);
-    let workers = usize::from(config.workers);
-    let session = start(exchange, config, Some(width * workers))?;
-    let report = measure(&session, exchange)?;
-    // Every worker fills its own row of a table of zeros; the sum is the table.
-    let rank = usize::from(session.rank());
-    let mut table = Buffer::zeroed(width * workers);
-    table[rank * width..][..width].copy_from_slice(&report.to_row());
-    let layer = session.layer("reports")?;
-    session.send(layer, table)?;
-    let table = session.receive(layer)?.result;
-    session.finish()?;
-    let scale = 1.0 / exchange.optimizer.reduction().scale(workers);
-    let rows = table.chunks(width).map(|row| Report::from_row(row, scale, report.lanes));
-    Ok((rank == 0).then(|| rows.collect()))
+/// A worker that has joined its job.
+pub(crate) struct Worker {
+    session: Session,
+    servers: ServerProcesses,
+    busy: u16,
+    barrier: LayerId,
+    beat: Buffer,
+    sizes: Vec<Size>,
+    counts_traffic: bool,
 }
 
-fn start(exchange: &Exchange, config: &Config, table: Option<usize>) -> anyhow::Result<Session> {
-    let session = Session::builder(config.clone())
-        .layer(Layer::new("model", exchange.bytes / size_of::<f32>()))
-        .layer(Layer::new("barrier", 1))
-        .layers(table.map(|len| Layer::new("reports", len)))
-        .optimizer(exchange.optimizer.clone())
-        .learning_rate(RATE)
-        .chunk_size(exchange.chunk)
-        .start()?;
-    Ok(session)
+/// What is exchanged of one size.
+struct Size {
+    bytes: usize,
+    payload: Box<dyn Payload>,
+    /// Iterations so far, of all turns.
+    iterations: u32,
 }
 
-fn measure(session: &Session, exchange: &Exchange) -> anyhow::Result<Report> {
-    let len = exchange.bytes / size_of::<f32>();
-    let (model, barrier) = (session.layer("model")?, session.layer("barrier")?);
-    let mut reference = Reference::new(session, &exchange.optimizer);
-    let mut gradient = Buffer::zeroed(len);
-    let mut parameters = None;
-    if !exchange.optimizer.is_stateless() {
-        parameters = Some(initialise(session, model, Buffer::zeroed(len))?);
-        initialise(session, barrier, Buffer::zeroed(1))?;
+impl Worker {
+    /// Joins the job. All workers call it with the same exchange. `servers` are the dedicated
+    /// servers whose CPU time this worker counts as its own.
+    pub(crate) fn join(
+        exchange: &Exchange,
+        config: &Config,
+        servers: impl FnOnce() -> anyhow::Result<ServerProcesses>,
+    ) -> anyhow::Result<Self> {
+        let Exchange { what, sizes, optimizer, chunk, busy } = exchange;
+        let builder = Session::builder(config.clone())
+            .layer(Layer::new("barrier", 1))
+            .optimizer(optimizer.clone())
+            .learning_rate(RATE)
+            .chunk_size(*chunk);
+        let session = what.describe(builder, sizes).start()?;
+        // Every server has joined by now.
+        let servers = servers()?;
+        let barrier = session.layer("barrier")?;
+        let mut beat = Buffer::zeroed(1);
+        if !optimizer.is_stateless() {
+            session.broadcast(barrier, beat)?;
+            beat = session.receive(barrier)?.result;
+        }
+        let payloads = what.prepare(&session, sizes, optimizer)?;
+        let size = |(&bytes, payload)| Size { bytes, payload, iterations: 0 };
+        let sizes = sizes.iter().zip(payloads).map(size).collect();
+        // A group's bytes are not among the session's.
+        let counts_traffic = *what != What::AllReduce;
+        Ok(Self { session, servers, busy: *busy, barrier, beat, sizes, counts_traffic })
     }
-    let mut beat = Buffer::zeroed(1);
-    let mut seconds = Vec::with_capacity(exchange.iters as usize);
-    let mut outside = Duration::ZERO;
-    let (mut cpu, mut traffic) = (Duration::ZERO, session.traffic());
-    for iteration in 0..WARM_UP + exchange.iters {
-        if iteration == WARM_UP {
-            (cpu, outside, traffic) = (process_cpu(), Duration::ZERO, session.traffic());
-        }
-        let preparing = thread_cpu();
-        fill(&mut gradient, session.rank(), iteration);
-        outside += thread_cpu() - preparing;
 
-        session.send(barrier, beat)?;
-        beat = session.receive(barrier)?.result;
+    /// This worker's rank.
+    pub(crate) fn rank(&self) -> u16 {
+        self.session.rank()
+    }
 
-        let begin = Instant::now();
-        match parameters.take() {
-            Some(old) => session.send_into(model, gradient, old)?,
-            None => session.send(model, gradient)?,
-        }
-        let received = session.receive(model)?;
-        let took = begin.elapsed();
-
-        let checking = thread_cpu();
-        reference.check(&received.result, iteration)?;
-        outside += thread_cpu() - checking;
-        if iteration >= WARM_UP {
-            seconds.push(took.as_secs_f64());
-        }
-        gradient = match received.gradient {
-            Some(gradient) => {
-                parameters = Some(received.result);
-                gradient
+    /// Takes part in a turn and reports what this worker saw.
+    pub(crate) fn measure(&mut self, turn: Turn) -> anyhow::Result<Report> {
+        let Turn { bytes, iters, warm_up } = turn;
+        let (session, servers) = (&self.session, &self.servers);
+        let size = self.sizes.iter_mut().find(|size| size.bytes == bytes);
+        let size = size.with_context(|| format!("{bytes} bytes are not among the sizes"))?;
+        let _busy = Busy::start(self.busy)?;
+        let mut seconds = Vec::with_capacity(iters as usize);
+        let mut outside = Duration::ZERO;
+        let (mut cpu, mut traffic) = (Duration::ZERO, session.traffic());
+        for iteration in 0..warm_up + iters {
+            if iteration == warm_up {
+                outside = Duration::ZERO;
+                (cpu, traffic) = (process_cpu() + servers.cpu()?, session.traffic());
             }
-            None => received.result,
-        };
-    }
-    // Everything this process did for the exchange: lanes that serve others while this worker is
-    // already done count too, filling and checking do not.
-    let cpu = process_cpu() - cpu - outside;
-    let iters = f64::from(exchange.iters);
-    Ok(Report {
-        seconds,
-        cpu_seconds_per_iter: cpu.as_secs_f64() / iters,
-        bytes_sent: (session.traffic().bytes_sent - traffic.bytes_sent) as f64 / iters,
-        peak_rss_bytes: peak_rss()?,
-        lanes: session.book().cluster.lanes(),
-    })
-}
+            let number = size.iterations;
+            size.iterations += 1;
+            let preparing = thread_cpu();
+            size.payload.fill(number);
+            outside += thread_cpu() - preparing;
 
-fn initialise(session: &Session, layer: LayerId, values: Buffer) -> anyhow::Result<Buffer> {
-    session.broadcast(layer, values)?;
-    Ok(session.receive(layer)?.result)
-}
+            session.send(self.barrier, std::mem::take(&mut self.beat))?;
+            self.beat = session.receive(self.barrier)?.result;
 
-fn fill(gradient: &mut [f32], rank: u16, iteration: u32) {
-    let shift = shift(rank, iteration);
-    for (i, value) in gradient.iter_mut().enumerate() {
-        *value = ((i + shift) % PERIOD) as f32;
-    }
-}
+            let begin = Instant::now();
+            size.payload.exchange(session)?;
+            let took = begin.elapsed();
 
-fn shift(rank: u16, iteration: u32) -> usize {
-    usize::from(rank) * 13 + iteration as usize * 7
-}
-
-/// The same exchange done by one process on one period of the values.
-struct Reference {
-    workers: usize,
-    optimizer: Optimizer,
-    parameters: Vec<f32>,
-    state: Vec<Vec<f32>>,
-}
-
-impl Reference {
-    fn new(session: &Session, optimizer: &Optimizer) -> Self {
-        Self {
-            workers: session.workers(),
-            optimizer: optimizer.clone(),
-            parameters: vec![0.0; PERIOD],
-            state: vec![vec![0.0; PERIOD]; optimizer.state_vectors()],
+            let checking = thread_cpu();
+            size.payload.check(number)?;
+            outside += thread_cpu() - checking;
+            if iteration >= warm_up {
+                seconds.push(took.as_secs_f64());
+            }
         }
+        // Everything this process did for the exchange: lanes that serve others while this worker is
+        // already done count too, filling and checking do not.
+        let cpu = process_cpu() + servers.cpu()? - cpu - outside;
+        let sent = session.traffic().bytes_sent - traffic.bytes_sent;
+        Ok(Report {
+            seconds,
+            cpu_seconds_per_iter: cpu.as_secs_f64() / f64::from(iters),
+            bytes_sent: self.counts_traffic.then(|| sent as f64 / f64::from(iters)),
+            peak_rss_bytes: peak_rss()?,
+            lanes: session.book().cluster.lanes(),
+        })
     }
 
-    fn check(&mut self, result: &[f32], iteration: u32) -> anyhow::Result<()> {
-        let mut sum = vec![0.0; PERIOD];
-        for rank in 0..self.workers as u16 {
-            let mut contribution = [0.0; PERIOD];
-            fill(&mut contribution, rank, iteration);
-            sum.iter_mut().zip(contribution).for_each(|(s, c)| *s += c);
-        }
-        let scale = self.optimizer.reduction().scale(self.workers);
-        if self.optimizer.is_stateless() {
-            self.parameters = sum.iter().map(|s| s * scale).collect();
-        } else {
-            self.optimizer.step(Step {
-                parameters: &mut self.parameters,
-                sum: &sum,
-                scale,
-                rate: RATE,
-                clock: Clock(u64::from(iteration) + 1),
-                state: state_of(&mut self.state),
-            });
-        }
-        // Integers sum exactly in any order, so there is nothing to round.
-        let wrong = result.chunks(PERIOD).position(|got| *got != self.parameters[..got.len()]);
-        ensure!(
-            wrong.is_none(),
-            "iteration {iteration}: elements from {} on are {:?}, expected {:?}",
-            wrong.unwrap_or(0) * PERIOD,
-            result.chunks(PERIOD).nth(wrong.unwrap_or(0)),
-            self.parameters,
-        );
-        Ok(())
+    /// All workers' reports of the same turn, in rank order.
+    pub(crate) fn gather(&self, report: &Report) -> anyhow::Result<Vec<Report>> {
+        let reports = self.session.gather("report", &serde_json::to_value(report)?)?;
+        Ok(reports.into_iter().map(serde_json::from_value).collect::<Result<_, _>>()?)
+    }
+
+    /// The turn that worker 0 asks for; `None` at the end. Only what worker 0 says counts.
+    pub(crate) fn agree(&self, turn: Option<Turn>) -> anyhow::Result<Option<Turn>> {
+        let mut asked = self.session.gather("turn", &serde_json::to_value(turn)?)?.into_iter();
+        Ok(serde_json::from_value(asked.next().context("worker 0 said nothing")?)?)
+    }
+
+    /// Leaves the job.
+    pub(crate) fn finish(self) -> anyhow::Result<()> {
+        // A group leaves when its tensors are gone.
+        drop(self.sizes);
+        Ok(self.session.finish()?)
     }
 }
 
@@ -196,7 +158,8 @@ pub(crate) fn process_cpu() -> Duration {
     cpu_clock(ClockId::ProcessCPUTime)
 }
 
-fn thread_cpu() -> Duration {
+/// What this thread has used of the processors so far.
+pub(crate) fn thread_cpu() -> Duration {
     cpu_clock(ClockId::ThreadCPUTime)
 }
 

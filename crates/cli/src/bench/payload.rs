@@ -1,0 +1,126 @@
+//! What `bench exchange` exchanges: a gradient through the shards, a gradient by factors, or a
+//! tensor of a group.
+
+mod factors;
+mod gradient;
+mod tensor;
+
+pub(crate) use gradient::RATE;
+
+use factors::FactorLayer;
+use gradient::Gradient;
+use poseidon::session::Builder;
+use poseidon::{Layer, LayerKind, Optimizer, Policy, Session};
+use std::sync::Arc;
+use tensor::GroupTensor;
+
+/// What is exchanged.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum What {
+    /// A layer's gradient, through the shards.
+    Push,
+    /// The gradient of a fully connected layer, by this many rows of factors from each worker.
+    Factors { rows: usize },
+    /// A tensor, by the all_reduce of a group.
+    AllReduce,
+}
+
+/// One worker's contribution and result, again and again. Contributions are small whole numbers that
+/// differ by place, worker and iteration: their sums are exact in any order of addition, and a piece
+/// in the wrong place is noticed.
+pub(crate) trait Payload {
+    /// Writes this worker's contribution to `iteration`.
+    fn fill(&mut self, iteration: u32);
+    /// Contributes it, and waits for the result.
+    fn exchange(&mut self, session: &Session) -> anyhow::Result<()>;
+    /// Whether the result is what it must be.
+    fn check(&mut self, iteration: u32) -> anyhow::Result<()>;
+}
+
+impl What {
+    /// Its name in reports.
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Self::Push => "push",
+            Self::Factors { .. } => "factors",
+            Self::AllReduce => "all_reduce",
+        }
+    }
+
+    /// Adds to a session what it has to know of buffers of these sizes.
+    pub(crate) fn describe(self, builder: Builder, sizes: &[usize]) -> Builder {
+        let layer = |&bytes| match self {
+            Self::Push => Some(Layer::new(layer_name(bytes), length(bytes))),
+            Self::Factors { .. } => {
+                let (m, n) = shape(length(bytes));
+                let kind = LayerKind::Fc { m, n };
+                Some(Layer { kind, ..Layer::new(layer_name(bytes), m * n) })
+            }
+            Self::AllReduce => None,
+        };
+        let builder = builder.layers(sizes.iter().filter_map(layer));
+        match self {
+            Self::Factors { rows } => builder.scheme(Policy::Sfb).batch(rows),
+            Self::Push | Self::AllReduce => builder,
+        }
+    }
+
+    /// The memory of a worker for buffers of these sizes, in their order. All workers call it.
+    pub(crate) fn prepare(
+        self,
+        session: &Session,
+        sizes: &[usize],
+        optimizer: &Optimizer,
+    ) -> anyhow::Result<Vec<Box<dyn Payload>>> {
+        let mut payloads: Vec<Box<dyn Payload>> = Vec::new();
+        match self {
+            Self::Push => {
+                for &bytes in sizes {
+                    let layer = session.layer(&layer_name(bytes))?;
+                    let gradient = Gradient::new(session, layer, length(bytes), optimizer)?;
+                    payloads.push(Box::new(gradient));
+                }
+            }
+            Self::Factors { rows } => {
+                for &bytes in sizes {
+                    let layer = session.layer(&layer_name(bytes))?;
+                    let (m, n) = shape(length(bytes));
+                    payloads.push(Box::new(FactorLayer::new(session, layer, [m, n, rows])?));
+                }
+            }
+            Self::AllReduce => {
+                let group = Arc::new(session.group("all_reduce")?);
+                for &bytes in sizes {
+                    payloads.push(Box::new(GroupTensor::new(&group, length(bytes))));
+                }
+            }
+        }
+        Ok(payloads)
+    }
+}
+
+fn layer_name(bytes: usize) -> String {
+    format!("model of {bytes} bytes")
+}
+
+fn length(bytes: usize) -> usize {
+    bytes / size_of::<f32>()
+}
+
+/// The rows and columns of a matrix of `len` numbers, as near to a square as they divide it.
+fn shape(len: usize) -> (usize, usize) {
+    let m = (1..=len.isqrt()).rev().find(|m| len.is_multiple_of(*m)).unwrap_or(1);
+    (m, len / m)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn matrices_are_nearly_square_and_have_all_numbers() {
+        for (len, m, n) in [(1 << 18, 512, 512), (10 << 18, 1280, 2048), (1, 1, 1), (7, 1, 7)] {
+            assert_eq!(shape(len), (m, n));
+        }
+    }
+}
