@@ -17,7 +17,8 @@ import torch.distributed as dist
 
 import protocol
 
-DEADLINE = datetime.timedelta(minutes=5)
+# With --turns, a rank waits as long as another contender measures.
+DEADLINE = datetime.timedelta(minutes=30)
 
 
 def main():
@@ -25,7 +26,12 @@ def main():
     where = parser.add_mutually_exclusive_group(required=True)
     where.add_argument("--workers", type=int, help="how many ranks to start on this machine")
     where.add_argument("--in-cluster", action="store_true", help="be one rank, told by the environment")
+    parser.add_argument(
+        "--turns", action="store_true", help="with --in-cluster: measure what standard input asks for"
+    )
     args = parser.parse_args()
+    if args.turns and not args.in_cluster:
+        parser.error("--turns needs --in-cluster")
     if args.in_cluster:
         rank(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), "env://", args)
         return
@@ -56,12 +62,21 @@ def rank(number, workers, address, args):
         tensor = torch.from_numpy(buffer)
         return lambda: dist.all_reduce(tensor)
 
-    def gather(values):
-        ranks = [None] * workers
-        dist.all_gather_object(ranks, values)
-        return ranks
+    def gather(value):
+        values = [None] * workers
+        dist.all_gather_object(values, value)
+        return values
 
-    protocol.measure(number, workers, args, "tcp", dist.barrier, bind, gather)
+    def share(value):
+        values = [value]
+        dist.broadcast_object_list(values, src=0)
+        return values[0]
+
+    ranks = protocol.Ranks(number, workers, "tcp", dist.barrier, bind, gather)
+    if args.turns:
+        protocol.take_turns(ranks, args, share)
+    else:
+        protocol.measure(ranks, args)
     dist.destroy_process_group()
 
 

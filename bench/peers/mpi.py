@@ -17,7 +17,8 @@ def main():
         return lambda: comm.Allreduce(MPI.IN_PLACE, buffer, op=MPI.SUM)
 
     try:
-        protocol.measure(comm.rank, comm.size, args, args.link, comm.Barrier, bind, comm.gather)
+        ranks = protocol.Ranks(comm.rank, comm.size, args.link, comm.Barrier, bind, comm.gather)
+        protocol.measure(ranks, args)
     except SystemExit as stop:
         # One rank that stops alone would leave the others waiting in the next barrier.
         print(stop, file=sys.stderr, flush=True)
