@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # A cluster on one machine: network namespaces joined by a bridge, every port limited to one rate both ways.
 #   vcluster.sh up NODES RATE     nodes 10.77.0.1 ... on eth0; RATE as tc writes it, such as 1gbit
-#   vcluster.sh all COMMAND...    COMMAND on every node at once, told by RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT
+#   vcluster.sh all COMMAND...    COMMAND on every node at once, told by RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT;
+#                                 all have this script's standard input, so one of them at most may read it
 #   vcluster.sh bytes             a line per node: bytes sent, bytes received, frame headers included
 #   vcluster.sh down
 # Needs root and iproute2. Only namespaces whose names begin with $PREFIX- are touched.
@@ -12,7 +13,7 @@ SWITCH=$PREFIX-switch
 # Chosen by measurement at 1 Gbit/s: a burst of 16 KB costs a third of the rate in retransmissions, and a
 # queue that cannot hold many 64 KB segments lets almost nothing through.
 BURST=128kb
-QUEUE=2mb
+QUEUE=${QUEUE:-2mb}
 # Of every TCP connection between nodes: what Linux uses unless told otherwise, whatever this machine does. Set on
 # the route, because a namespace's default can only be one the machine lets everybody use; what a route says
 # overrules what a program asks for its sockets.
@@ -59,7 +60,7 @@ all() {
   trap 'kill "${pids[@]}" 2>/dev/null || true; exit 143' TERM INT
   for ((rank = 0; rank < nodes; rank++)); do
     RANK=$rank WORLD_SIZE=$nodes MASTER_ADDR=10.77.0.1 MASTER_PORT=${MASTER_PORT:-29500} \
-      GLOO_SOCKET_IFNAME=eth0 ip netns exec "$PREFIX-node$((rank + 1))" "$@" &
+      GLOO_SOCKET_IFNAME=eth0 ip netns exec "$PREFIX-node$((rank + 1))" "$@" <&0 &
     pids+=($!)
   done
   for pid in "${pids[@]}"; do wait "$pid" || status=$?; done
@@ -80,5 +81,5 @@ down() {
 
 case ${1:-} in
   up | all | bytes | down) "$@" ;;
-  *) sed -n '2,7s/^# \{0,1\}//p' "$0" >&2; exit 2 ;;
+  *) sed -n '2,8s/^# \{0,1\}//p' "$0" >&2; exit 2 ;;
 esac

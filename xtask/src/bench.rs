@@ -25,7 +25,7 @@ use clap::Subcommand;
 pub(crate) enum Bench {
     /// One full exchange of a gradient on this machine, beside Gloo and Open MPI
     Exchange(exchange::Args),
-    /// How much of a rate-limited link is used: one network namespace per node; needs root
+    /// Exchanges over rate-limited links beside Gloo, one network namespace per node; needs root
     Links(links::Args),
     /// Training with PyTorch, beside stock DistributedDataParallel on Gloo; parts of it need root
     Torch(torch::Args),

@@ -57,12 +57,7 @@ pub(crate) fn output_within(command: &mut Command, limit: Duration) -> Result<St
     let stderr = drain(child.stderr.take());
     let status = wait_until(&mut child, Instant::now() + limit)?;
     if status.is_none() {
-        // SIGTERM first: launchers such as mpirun then end the processes they have started.
-        works(&["kill", "-TERM", &child.id().to_string()]);
-        if wait_until(&mut child, Instant::now() + Duration::from_secs(5))?.is_none() {
-            child.kill()?;
-            child.wait()?;
-        }
+        end(&mut child)?;
     }
     let said = stderr.join().map_err(|_| anyhow!("reading standard error"))?;
     let stdout = stdout.join().map_err(|_| anyhow!("reading standard output"))?;
@@ -73,12 +68,24 @@ pub(crate) fn output_within(command: &mut Command, limit: Duration) -> Result<St
     }
 }
 
-/// Where cargo puts what it builds.
-pub(crate) fn target_dir() -> PathBuf {
-    std::env::var_os("CARGO_TARGET_DIR").map_or_else(|| PathBuf::from("target"), PathBuf::from)
+/// Ends a command that overstays.
+pub(crate) fn end(child: &mut Child) -> Result<()> {
+    // The number of a process that is over may be a stranger's by now.
+    if child.try_wait()?.is_some() {
+        return Ok(());
+    }
+    // SIGTERM first: launchers such as mpirun then end the processes they have started. Every shell
+    // has `kill`; the program of that name is not everywhere.
+    works(&["sh", "-c", &format!("kill -TERM {}", child.id())]);
+    if wait_until(child, Instant::now() + Duration::from_secs(5))?.is_none() {
+        child.kill()?;
+        child.wait()?;
+    }
+    Ok(())
 }
 
-fn wait_until(child: &mut Child, deadline: Instant) -> Result<Option<ExitStatus>> {
+/// How a command ended, if it ends before the deadline.
+pub(crate) fn wait_until(child: &mut Child, deadline: Instant) -> Result<Option<ExitStatus>> {
     loop {
         if let Some(status) = child.try_wait()? {
             return Ok(Some(status));
@@ -90,7 +97,8 @@ fn wait_until(child: &mut Child, deadline: Instant) -> Result<Option<ExitStatus>
     }
 }
 
-fn drain(pipe: Option<impl Read + Send + 'static>) -> thread::JoinHandle<String> {
+/// Reads a pipe to its end on a thread of its own.
+pub(crate) fn drain(pipe: Option<impl Read + Send + 'static>) -> thread::JoinHandle<String> {
     thread::spawn(move || {
         let mut bytes = Vec::new();
         if let Some(mut pipe) = pipe {
@@ -101,9 +109,15 @@ fn drain(pipe: Option<impl Read + Send + 'static>) -> thread::JoinHandle<String>
     })
 }
 
-fn tail(text: &str) -> String {
+/// The last lines of a text.
+pub(crate) fn tail(text: &str) -> String {
     let lines: Vec<_> = text.lines().filter(|line| !line.trim().is_empty()).collect();
     lines[lines.len().saturating_sub(8)..].join("\n")
+}
+
+/// Where cargo puts what it builds.
+pub(crate) fn target_dir() -> PathBuf {
+    std::env::var_os("CARGO_TARGET_DIR").map_or_else(|| PathBuf::from("target"), PathBuf::from)
 }
 
 fn shown(command: &Command) -> String {

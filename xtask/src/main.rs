@@ -10,7 +10,7 @@ mod stages;
 mod test;
 mod tidy;
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, ensure};
 use clap::{Parser, Subcommand};
 use std::path::Path;
 use std::process::ExitCode;
@@ -50,8 +50,13 @@ fn main() -> ExitCode {
 
 fn run(args: Args) -> Result<()> {
     // Every path below is relative to the repository's root, whatever folder cargo was called from.
-    let root = Path::new(env!("CARGO_MANIFEST_DIR")).parent().context("xtask has no parent")?;
-    std::env::set_current_dir(root).with_context(|| format!("entering {}", root.display()))?;
+    // Without cargo, on a machine that this binary was carried to, the root is the current folder.
+    if let Some(manifest) = std::env::var_os("CARGO_MANIFEST_DIR") {
+        let root = Path::new(&manifest).parent().context("xtask has no parent")?;
+        std::env::set_current_dir(root).with_context(|| format!("entering {}", root.display()))?;
+    }
+    let here = std::env::current_dir()?;
+    ensure!(Path::new("xtask").is_dir(), "{} is not the repository's root", here.display());
     match args.task {
         Task::Check => check::run(),
         Task::Test => test::run(),

@@ -22,10 +22,21 @@ impl Cluster {
     /// Joins `nodes` nodes, each with a port of `mbit` Mbit/s each way; `congestion` is what their
     /// routes ask TCP for, if anything.
     pub(crate) fn up(nodes: u64, mbit: u64, congestion: Option<&str>) -> Result<Self> {
+        Self::with_queue(nodes, mbit, congestion, None)
+    }
+
+    /// As [`up`](Self::up), with ports whose queues hold `queue`, as tc writes it.
+    pub(crate) fn with_queue(
+        nodes: u64,
+        mbit: u64,
+        congestion: Option<&str>,
+        queue: Option<&str>,
+    ) -> Result<Self> {
         // Made first, so that a half-built cluster is taken down as well.
         let cluster = Self(());
         let mut up = command(&[SCRIPT, "up", &nodes.to_string(), &format!("{mbit}mbit")]);
-        succeed(up.envs(congestion.map(|name| ("CONGESTION", name))))?;
+        up.envs(congestion.map(|name| ("CONGESTION", name)));
+        succeed(up.envs(queue.map(|size| ("QUEUE", size))))?;
         Ok(cluster)
     }
 

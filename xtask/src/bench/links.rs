@@ -1,40 +1,68 @@
-//! `cargo xtask bench links`: how much of a rate-limited link an exchange uses.
+//! `cargo xtask bench links`: exchanges over rate-limited links, beside Gloo.
 //!
-//! Every node is a network namespace whose port is limited both ways (`bench/vcluster.sh`).
+//! Every node is a network namespace whose port is limited both ways (`bench/vcluster.sh`). Both
+//! contenders are on all nodes at the same time and take turns: a pair is a turn of each, and the one
+//! that begins changes with every pair.
+//!
+//! * `grid`: the cases, and the rules by which some are left out.
+//! * `contender`: processes that are asked for turns, and busy threads beside them.
+//! * `ratio`: a median and its interval. `summary`: what all cases show together.
+
+mod contender;
+mod grid;
+mod ratio;
+mod summary;
 
 use super::cluster::{self, Cluster};
-use super::measurement::{Measurement, median};
 use super::size::Size;
 use super::{environment, record};
-use crate::command::output_within;
-use anyhow::{Context, Result};
-use std::path::PathBuf;
-use std::time::Duration;
+use anyhow::{Context, Result, bail};
+use contender::{Contender, Load, Turn};
+use grid::{Case, Effort, Machine, Network, What};
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+use summary::{CSV_HEADER, Measured, Outcome, Pair, Summary};
 
 /// What to measure.
 #[derive(clap::Args)]
 pub(crate) struct Args {
-    /// Nodes, each in a network namespace of its own
-    #[arg(long, default_value_t = 8, value_parser = clap::value_parser!(u64).range(2..=250))]
-    nodes: u64,
-    /// Rate of every node's port in Mbit/s, each way
-    #[arg(long, default_value_t = 1000)]
-    mbit: u64,
-    /// Size of the buffer
-    #[arg(long, default_value = "100MB")]
-    bytes: Size,
+    /// Numbers of nodes, each in a network namespace of its own
+    #[arg(long, value_delimiter = ',', default_value = "8", value_parser = clap::value_parser!(u64).range(2..=250))]
+    nodes: Vec<u64>,
+    /// Rates of every node's port in Mbit/s, each way; 100000 is as good as no limit
+    #[arg(long, value_delimiter = ',', default_value = "1000", value_parser = clap::value_parser!(u64).range(1..))]
+    mbit: Vec<u64>,
+    /// What the queue of a port holds, before packets are dropped
+    #[arg(long, value_delimiter = ',', default_value = "2mb", value_parser = queue)]
+    queues: Vec<Size>,
+    /// Sizes of the buffer
+    #[arg(long, value_delimiter = ',', default_value = "100MB")]
+    sizes: Vec<Size>,
+    /// What is exchanged; Gloo does an all_reduce of as many bytes in every case
+    #[arg(long, value_enum, value_delimiter = ',', default_value = "push")]
+    what: Vec<What>,
+    /// Of factors: rows that each worker has, which is its batch
+    #[arg(long, default_value_t = 32)]
+    rows: u64,
+    /// Busy threads per core, beside both contenders
+    #[arg(long, value_delimiter = ',', default_value = "0")]
+    busy: Vec<u64>,
     /// TCP's congestion control between nodes: all contenders', whatever they ask for themselves
     #[arg(long, default_value = "cubic")]
     congestion: String,
-    /// Iterations per run
-    #[arg(long, default_value_t = 5)]
-    iters: u64,
-    /// How many times everything is repeated
-    #[arg(long, default_value_t = 3)]
-    rounds: usize,
-    /// Measure without Gloo beside it
+    /// Pairs of turns per case
+    #[arg(long, default_value_t = 10, value_parser = clap::value_parser!(u64).range(1..=500))]
+    pairs: u64,
+    /// Iterations of a turn, after one that is not counted [default: 0.4 s of them, 20 at most]
+    #[arg(long, value_parser = clap::value_parser!(u64).range(1..))]
+    iters: Option<u64>,
+    /// Begin no case that would not be done after this many minutes, and say which
     #[arg(long)]
-    alone: bool,
+    minutes: Option<u64>,
+    /// A poseidon command to measure [default: built from this checkout]
+    #[arg(long)]
+    poseidon: Option<String>,
     /// A Python that has torch, numpy and mpi4py [default: one set up in bench/.env]
     #[arg(long)]
     python: Option<String>,
@@ -43,176 +71,232 @@ pub(crate) struct Args {
     out: Option<PathBuf>,
 }
 
-/// Part of the link an exchange has to use.
-const TARGET: f64 = 0.94;
-
-const LIMIT: Duration = Duration::from_secs(300);
-const CSV_HEADER: &str = "round,contender,nodes,bytes,iters,mbit,congestion,median_s,p10_s,p90_s,\
-    cpu_s_per_iter,least_wire_bytes_per_iter";
+/// A case takes longer than its bytes do: turns are begun, results checked, counters read.
+const OVERHEAD: f64 = 2.0;
 
 /// Measures, and writes the record.
 pub(crate) fn run(args: &Args) -> Result<()> {
     cluster::check()?;
-    environment::build_poseidon()?;
-    let mut contenders = vec![("poseidon", poseidon_words())];
-    let mut python = String::new();
-    if !args.alone {
-        let peers = [super::contender::Contender::Gloo];
-        python = environment::prepare(&peers, args.python.as_deref())?.python;
-        let gloo = [&python, "bench/peers/gloo.py", "--in-cluster"];
-        contenders.push(("gloo", gloo.map(str::to_owned).to_vec()));
-    }
+    let poseidon = match &args.poseidon {
+        Some(poseidon) => poseidon.clone(),
+        None => {
+            environment::build_poseidon()?;
+            environment::poseidon().display().to_string()
+        }
+    };
+    let peers = [super::contender::Contender::Gloo];
+    let python = environment::prepare(&peers, args.python.as_deref())?.python;
     let folder = record::create("links", args.out.as_deref(), false)?;
     record::write(&folder, "machine.txt", &record::machine(&python))?;
     record::write(&folder, "command.txt", &format!("{}\n", record::command_line()))?;
+    let bench = Bench {
+        args,
+        poseidon,
+        python,
+        folder,
+        effort: Effort { pairs: args.pairs as usize, iters: args.iters },
+        deadline: args.minutes.map(|minutes| Instant::now() + Duration::from_secs(60 * minutes)),
+    };
+    let summary = bench.run(machine()?)?;
+    println!("\n{summary}\nrecorded in {}", bench.folder.display());
+    match summary.failures() {
+        0 => Ok(()),
+        failures => bail!("{failures} cases failed"),
+    }
+}
 
-    let cluster = Cluster::up(args.nodes, args.mbit, Some(&args.congestion))?;
-    let mut results = Vec::new();
-    let mut csv = format!("{CSV_HEADER}\n");
-    for round in 1..=args.rounds {
-        for (name, words) in &contenders {
-            let result = measure(&cluster, words, args)
-                .with_context(|| format!("round {round}, {name} on {} nodes", args.nodes))?;
-            println!(
-                "round {round}  {name:<9} {:.3} s  payload {:.1}%  wire {:.1}%",
-                result.measurement.seconds.median,
-                100.0 * args.payload_use(&result),
-                100.0 * args.wire_use(&result)
-            );
-            csv += &result.csv(round, name, args);
-            results.push((*name, result));
+/// A run of the benchmark.
+struct Bench<'a> {
+    args: &'a Args,
+    poseidon: String,
+    python: String,
+    folder: PathBuf,
+    effort: Effort,
+    deadline: Option<Instant>,
+}
+
+/// The two contenders on one cluster. One that has failed is started again when it is needed.
+struct Contenders<'a> {
+    cluster: &'a Cluster,
+    words: [Vec<String>; 2],
+    running: [Option<Contender>; 2],
+}
+
+/// Their places in [`Contenders`].
+const OURS: usize = 0;
+const GLOO: usize = 1;
+
+impl Bench<'_> {
+    fn run(&self, machine: Machine) -> Result<Summary> {
+        let mut summary = Summary::new(self.effort.pairs, &self.args.congestion, self.args.rows);
+        for &nodes in &self.args.nodes {
+            for &mbit in &self.args.mbit {
+                let mut sizes = Vec::new();
+                for &size in &self.args.sizes {
+                    // The rules do not look at the queue.
+                    let network = Network { nodes, mbit, queue: self.args.queues[0] };
+                    match network.left_out(size, machine, self.effort) {
+                        None => sizes.push(size),
+                        Some(why) => {
+                            let words = format!("{nodes} nodes, {mbit} Mbit/s, {size}");
+                            println!("left out: {words}, because {why}");
+                            summary.left_out.push((words, why));
+                        }
+                    }
+                }
+                for &queue in &self.args.queues {
+                    self.network(Network { nodes, mbit, queue }, &sizes, &mut summary)?;
+                }
+            }
         }
-        record::write(&folder, "raw.csv", &csv)?;
-    }
-    let text = args.summary(&results);
-    record::write(&folder, "summary.md", &text)?;
-    println!("\n{text}\nrecorded in {}", folder.display());
-    Ok(())
-}
-
-/// One run: what rank 0 reported, and what the ports counted.
-struct Linked {
-    measurement: Measurement,
-    /// Bytes per iteration, headers included, in the direction of the port that carried fewest.
-    wire: f64,
-}
-
-impl Linked {
-    fn csv(&self, round: usize, name: &str, args: &Args) -> String {
-        let m = &self.measurement;
-        format!(
-            "{round},{name},{},{},{},{},{},{:.6},{:.6},{:.6},{:.6},{:.0}\n",
-            args.nodes,
-            m.bytes,
-            m.iters,
-            args.mbit,
-            args.congestion,
-            m.seconds.median,
-            m.seconds.p10,
-            m.seconds.p90,
-            m.cpu_seconds_per_iter,
-            self.wire
-        )
-    }
-}
-
-impl Args {
-    /// Bytes a node has to send in any exact exchange that shares the work evenly: all but its own
-    /// part of the gradients, and its own part of the sum to everyone else.
-    fn payload(&self) -> f64 {
-        2.0 * self.bytes.0 as f64 * (self.nodes - 1) as f64 / self.nodes as f64
+        self.write(&summary)?;
+        Ok(summary)
     }
 
-    fn bytes_per_second(&self) -> f64 {
-        self.mbit as f64 * 1e6 / 8.0
-    }
-
-    fn payload_use(&self, result: &Linked) -> f64 {
-        self.payload() / result.measurement.seconds.median / self.bytes_per_second()
-    }
-
-    fn wire_use(&self, result: &Linked) -> f64 {
-        result.wire / result.measurement.seconds.median / self.bytes_per_second()
-    }
-
-    fn summary(&self, results: &[(&str, Linked)]) -> String {
-        let mut names: Vec<_> = results.iter().map(|(name, _)| *name).collect();
-        names.dedup();
-        names.truncate(if self.alone { 1 } else { 2 });
-        let of = |name: &str, value: &dyn Fn(&Linked) -> f64| {
-            let runs = results.iter().filter(|(who, _)| *who == name);
-            median(runs.map(|(_, result)| value(result)).collect()).unwrap_or(f64::NAN)
+    /// All cases on one cluster.
+    fn network(&self, network: Network, sizes: &[Size], summary: &mut Summary) -> Result<()> {
+        let cases = |what: What| {
+            let case = move |busy, &size| Case { network, what, busy, size };
+            let busy = self.args.busy.iter();
+            busy.flat_map(move |&busy| sizes.iter().map(move |size| case(busy, size)))
         };
-        let mut text = format!(
-            "# Links\n\n{} of gradients exchanged by {} nodes with ports of {} Mbit/s each way, TCP with {}; medians over {} \
-             round(s). A node has to send {:.1} MB in each exchange, which takes {:.3} s on a link without headers.\n\n\
-             | | seconds | payload / link | wire bytes / link | CPU seconds, all nodes |\n\
-             | --- | ---: | ---: | ---: | ---: |\n",
-            self.bytes,
-            self.nodes,
-            self.mbit,
-            self.congestion,
-            self.rounds,
-            self.payload() / f64::from(1 << 20),
-            self.payload() / self.bytes_per_second()
-        );
-        for name in &names {
-            text += &format!(
-                "| {name} | {:.3} | {:.1}% | {:.1}% | {:.3} |\n",
-                of(name, &|result| result.measurement.seconds.median),
-                100.0 * of(name, &|result| self.payload_use(result)),
-                100.0 * of(name, &|result| self.wire_use(result)),
-                of(name, &|result| result.measurement.cpu_seconds_per_iter)
-            );
+        if sizes.is_empty()
+            || !sizes.iter().any(|size| self.fits(network.seconds(*size, self.effort)))
+        {
+            let all = self.args.what.iter().flat_map(|&what| cases(what));
+            summary.not_reached.extend(all);
+            return Ok(());
         }
-        let reached = of("poseidon", &|result| self.wire_use(result));
-        let verdict = if reached >= TARGET { "met" } else { "**missed**" };
-        text += &format!(
-            "\nWire bytes are counted by the ports, with Ethernet, IP and TCP headers (4.4% at 1500 bytes a packet) and \
-             retransmissions; the direction of the port that carried fewest counts.\n\nTarget: at least {:.0}% of the link by wire bytes: {:.1}%, {verdict}.\n",
-            100.0 * TARGET,
-            100.0 * reached
-        );
-        text
+        let Network { nodes, mbit, queue } = network;
+        let queue = format!("{}b", queue.0);
+        let cluster = Cluster::with_queue(nodes, mbit, Some(&self.args.congestion), Some(&queue))?;
+        let mut contenders = Contenders {
+            cluster: &cluster,
+            words: [Vec::new(), self.gloo(sizes)],
+            running: [None, None],
+        };
+        for &what in &self.args.what {
+            contenders.running[OURS] = None;
+            contenders.words[OURS] = self.ours(what, sizes);
+            for case in cases(what) {
+                if !self.fits(OVERHEAD * network.seconds(case.size, self.effort)) {
+                    println!("not reached: {case}");
+                    summary.not_reached.push(case);
+                    continue;
+                }
+                let outcome = self.case(&mut contenders, &case);
+                if let Err(error) = &outcome {
+                    println!("{case}: FAILED: {error:#}");
+                }
+                let outcome = outcome.map_err(|error| format!("{error:#}"));
+                let measured = Measured { case, outcome };
+                println!("{}", measured.line());
+                summary.cases.push(measured);
+                // An interrupted run keeps what it has measured.
+                self.write(summary)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// All pairs of one case.
+    fn case(&self, contenders: &mut Contenders<'_>, case: &Case) -> Result<Outcome> {
+        let iters = case.network.iterations(case.size, self.effort);
+        // Both are started before anything is measured, and before the load.
+        contenders.start()?;
+        let _load = Load::start(&self.poseidon, case.busy)?;
+        let mut pairs = Vec::new();
+        for number in 0..self.effort.pairs {
+            let ours_first = number % 2 == 0;
+            let order = if ours_first { [OURS, GLOO] } else { [GLOO, OURS] };
+            let mut turns = [None, None];
+            for who in order {
+                turns[who] = Some(contenders.turn(who, case, iters)?);
+            }
+            let [Some(ours), Some(gloo)] = turns else { bail!("a turn is missing") };
+            pairs.push(Pair { ours_first, ours, gloo });
+        }
+        Ok(Outcome { iters, pairs })
+    }
+
+    fn ours(&self, what: What, sizes: &[Size]) -> Vec<String> {
+        let mut words = vec![self.poseidon.clone()];
+        words.extend(["bench", "exchange", "--in-cluster", "--turns"].map(str::to_owned));
+        words.extend(["--bytes".to_owned(), list(sizes)]);
+        match what {
+            What::Push => {}
+            What::Factors => {
+                let rows = self.args.rows.to_string();
+                words.extend(["--scheme", "sfb", "--rows", &rows].map(str::to_owned));
+            }
+            What::AllReduce => words.extend(["--collective", "all_reduce"].map(str::to_owned)),
+        }
+        words
+    }
+
+    fn gloo(&self, sizes: &[Size]) -> Vec<String> {
+        let mut words = vec![self.python.clone()];
+        words.extend(["bench/peers/gloo.py", "--in-cluster", "--turns"].map(str::to_owned));
+        words.extend(["--bytes".to_owned(), list(sizes)]);
+        words
+    }
+
+    fn fits(&self, seconds: f64) -> bool {
+        let end = Instant::now() + Duration::from_secs_f64(seconds);
+        self.deadline.is_none_or(|deadline| end <= deadline)
+    }
+
+    fn write(&self, summary: &Summary) -> Result<()> {
+        let rows: String =
+            summary.cases.iter().map(|case| case.csv(&self.args.congestion)).collect();
+        record::write(&self.folder, "raw.csv", &format!("{CSV_HEADER}\n{rows}"))?;
+        record::write(&self.folder, "summary.md", &summary.to_string())
     }
 }
 
-fn poseidon_words() -> Vec<String> {
-    let poseidon = environment::poseidon().display().to_string();
-    [&poseidon, "bench", "exchange", "--in-cluster", "--json"].map(str::to_owned).to_vec()
+impl Contenders<'_> {
+    fn start(&mut self) -> Result<()> {
+        for (running, words) in self.running.iter_mut().zip(&self.words) {
+            if running.is_none() {
+                let started = Contender::start(self.cluster, words);
+                *running =
+                    Some(started.with_context(|| format!("starting `{}`", words.join(" ")))?);
+            }
+        }
+        Ok(())
+    }
+
+    fn turn(&mut self, who: usize, case: &Case, iters: u64) -> Result<Turn> {
+        let contender = self.running[who].as_mut().context("it was not started")?;
+        let turn = contender.turn(self.cluster, case, iters);
+        if turn.is_err() {
+            self.running[who] = None;
+        }
+        turn.with_context(|| ["poseidon", "gloo"][who])
+    }
 }
 
-/// Runs a contender twice: the bytes of a run with one iteration are taken off, so that rendezvous,
-/// warm-up and barriers do not count as use of the link.
-fn measure(cluster: &Cluster, words: &[String], args: &Args) -> Result<Linked> {
-    let (_, without) = exchange(cluster, words, args, 1)?;
-    let (measurement, with) = exchange(cluster, words, args, 1 + args.iters)?;
-    let least = grown(&without, &with).min().unwrap_or(0);
-    Ok(Linked { measurement, wire: least as f64 / args.iters as f64 })
+/// What the rules have to know of this machine.
+fn machine() -> Result<Machine> {
+    let cores = std::thread::available_parallelism()?.get() as u64;
+    let text = fs::read_to_string(Path::new("/proc/meminfo")).context("reading free memory")?;
+    let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"));
+    let kilobytes =
+        line.and_then(|line| line.trim().trim_end_matches("kB").trim().parse::<u64>().ok());
+    Ok(Machine { cores, memory: kilobytes.context("no MemAvailable in /proc/meminfo")? << 10 })
 }
 
-/// One run, and the bytes every port carried in it.
-fn exchange(
-    cluster: &Cluster,
-    words: &[String],
-    args: &Args,
-    iters: u64,
-) -> Result<(Measurement, Vec<u64>)> {
-    let before = cluster.carried()?;
-    let mut all = cluster.on_every_node();
-    all.args(words).args(["--bytes", &args.bytes.0.to_string(), "--iters", &iters.to_string()]);
-    let measurement = Measurement::find(&output_within(&mut all, LIMIT)?)?;
-    Ok((measurement, grown(&before, &cluster.carried()?).collect()))
+fn list(sizes: &[Size]) -> String {
+    sizes.iter().map(|size| size.0.to_string()).collect::<Vec<_>>().join(",")
 }
 
-fn grown(before: &[u64], after: &[u64]) -> impl Iterator<Item = u64> {
-    before.iter().zip(after).map(|(before, after)| after.saturating_sub(*before))
+/// A size in letters of either case: tc writes `256kb`.
+fn queue(text: &str) -> Result<Size, String> {
+    text.to_uppercase().parse()
 }
 
 #[cfg(test)]
 mod tests {
-    use super::super::contender::{Case, Contender};
-    use super::super::summary::tests::run;
     use super::*;
     use clap::Parser;
 
@@ -222,35 +306,40 @@ mod tests {
         args: Args,
     }
 
-    fn linked(ms: f64, wire: f64) -> Linked {
-        let case = Case { workers: 8, size: Size(1_000_000) };
-        let run = run(1, Contender::PoseidonTcp, case, ms);
-        Linked { measurement: run.result.unwrap(), wire }
-    }
-
-    fn args() -> Args {
-        Line::parse_from(["links", "--bytes", "1000000", "--mbit", "8", "--nodes", "4", "--alone"])
-            .args
+    fn bench<'a>(args: &'a Args, deadline: Option<Instant>) -> Bench<'a> {
+        let effort = Effort { pairs: args.pairs as usize, iters: args.iters };
+        let (poseidon, python) = ("poseidon".to_owned(), "python".to_owned());
+        Bench { args, poseidon, python, folder: PathBuf::new(), effort, deadline }
     }
 
     #[test]
-    fn use_of_the_link_in_payload_and_on_the_wire() {
-        // 4 nodes, 1 MB: each sends 1.5 MB; at 1 MB/s that is 1.5 s.
-        let result = linked(2000.0, 1.6e6);
-        assert_eq!(args().payload_use(&result), 0.75);
-        assert_eq!(args().wire_use(&result), 0.8);
+    fn one_start_has_all_sizes() {
+        let args = Line::parse_from(["links", "--sizes", "1MB,10MB", "--rows", "16"]).args;
+        let bench = bench(&args, None);
+        let ours = |what| bench.ours(what, &args.sizes).join(" ");
+        let common = "poseidon bench exchange --in-cluster --turns --bytes 1048576,10485760";
+        assert_eq!(ours(What::Push), common);
+        assert_eq!(ours(What::Factors), format!("{common} --scheme sfb --rows 16"));
+        assert_eq!(ours(What::AllReduce), format!("{common} --collective all_reduce"));
+        let gloo = "python bench/peers/gloo.py --in-cluster --turns --bytes 1048576,10485760";
+        assert_eq!(bench.gloo(&args.sizes).join(" "), gloo);
     }
 
     #[test]
-    fn the_verdict_follows_the_wire() {
-        let text = args().summary(&[("poseidon", linked(2000.0, 1.88e6))]);
-        assert!(text.contains("94.0%, met"), "{text}");
-        let text = args().summary(&[("poseidon", linked(2000.0, 1.86e6))]);
-        assert!(text.contains("93.0%, **missed**"), "{text}");
+    fn cases_that_the_time_does_not_allow_are_not_reached() {
+        let line = ["links", "--sizes", "100MB", "--what", "push,all_reduce", "--busy", "0,1"];
+        let args = Line::parse_from(line).args;
+        let mut summary = Summary::new(10, "cubic", 32);
+        let network = Network { nodes: 8, mbit: 1000, queue: Size::mb(2) };
+        // No cluster is made for nothing.
+        bench(&args, Some(Instant::now())).network(network, &args.sizes, &mut summary).unwrap();
+        assert_eq!((summary.cases.len(), summary.not_reached.len()), (0, 4));
     }
 
     #[test]
-    fn bytes_of_a_run_are_what_the_counts_grew_by() {
-        assert_eq!(grown(&[10, 20, 5, 7], &[13, 22, 9, 8]).collect::<Vec<_>>(), [3, 2, 4, 1]);
+    fn queues_are_written_as_tc_writes_them() {
+        assert_eq!(queue("256kb"), Ok(Size::kb(256)));
+        assert_eq!(queue("2MB"), Ok(Size::mb(2)));
+        assert!(queue("2 parsecs").is_err());
     }
 }

@@ -28,9 +28,11 @@ pub(crate) struct Measurement {
     pub(crate) peak_rss_bytes: Option<u64>,
 }
 
-/// Quantiles over the iterations of a run.
+/// The mean and quantiles over the iterations of a run.
 #[derive(Clone, Copy, Debug, Deserialize)]
 pub(crate) struct Quantiles {
+    /// The mean.
+    pub(crate) mean: f64,
     pub(crate) median: f64,
     pub(crate) p10: f64,
     pub(crate) p90: f64,
@@ -65,7 +67,7 @@ mod tests {
     fn the_object_is_found_among_other_output() {
         let printed = r#"warming up
             {"workers": 2, "bytes": 4, "iters": 1, "link": "tcp", "chunk": null, "lanes": 1,
-             "seconds": {"median": 0.5, "p10": 0.25, "p90": 1.0}, "cpu_seconds_per_iter": 0.75,
+             "seconds": {"mean": 0.6, "median": 0.5, "p10": 0.25, "p90": 1.0}, "cpu_seconds_per_iter": 0.75,
              "bytes_sent_per_node": 4, "peak_rss_bytes": null}
             done"#;
         let found = Measurement::find(printed).unwrap();

@@ -170,7 +170,7 @@ pub(super) mod tests {
             link: Some("tcp".to_owned()),
             chunk: None,
             lanes: None,
-            seconds: Quantiles { median: s, p10: s, p90: s },
+            seconds: Quantiles { mean: s, median: s, p10: s, p90: s },
             cpu_seconds_per_iter: s,
             bytes_sent_per_node: None,
             peak_rss_bytes: Some(100 << 20),
