@@ -26,7 +26,7 @@ pub(crate) enum Bench {
     /// One full exchange of a gradient on this machine, beside Gloo and Open MPI
     Exchange(exchange::Args),
     /// Exchanges over rate-limited links beside Gloo, one network namespace per node; needs root
-    Links(links::Args),
+    Links(Box<links::Args>),
     /// Training with PyTorch, beside stock DistributedDataParallel on Gloo; parts of it need root
     Torch(torch::Args),
     /// Exactness, convergence, overhead and speed of `poseidon train`; parts of it need root

@@ -1,10 +1,12 @@
 //! What `bench exchange` exchanges: a gradient through the shards, a gradient by factors, or a
 //! tensor of a group.
 
+mod barrier;
 mod factors;
 mod gradient;
 mod tensor;
 
+pub(crate) use barrier::Barrier;
 pub(crate) use gradient::RATE;
 
 use factors::FactorLayer;
@@ -58,46 +60,47 @@ impl What {
             }
             Self::AllReduce => None,
         };
-        let builder = builder.layers(sizes.iter().filter_map(layer));
+        let builder = builder.layer(Layer::new(BARRIER, 1)).layers(sizes.iter().filter_map(layer));
         match self {
             Self::Factors { rows } => builder.scheme(Policy::Sfb).batch(rows),
             Self::Push | Self::AllReduce => builder,
         }
     }
 
-    /// The memory of a worker for buffers of these sizes, in their order. All workers call it.
+    /// The memory of a worker for buffers of these sizes, in their order, and the barrier before each
+    /// exchange. All workers call it.
     pub(crate) fn prepare(
         self,
         session: &Session,
         sizes: &[usize],
         optimizer: &Optimizer,
-    ) -> anyhow::Result<Vec<Box<dyn Payload>>> {
-        let mut payloads: Vec<Box<dyn Payload>> = Vec::new();
-        match self {
-            Self::Push => {
-                for &bytes in sizes {
-                    let layer = session.layer(&layer_name(bytes))?;
-                    let gradient = Gradient::new(session, layer, length(bytes), optimizer)?;
-                    payloads.push(Box::new(gradient));
-                }
-            }
-            Self::Factors { rows } => {
-                for &bytes in sizes {
-                    let layer = session.layer(&layer_name(bytes))?;
-                    let (m, n) = shape(length(bytes));
-                    payloads.push(Box::new(FactorLayer::new(session, layer, [m, n, rows])?));
-                }
-            }
-            Self::AllReduce => {
-                let group = Arc::new(session.group("all_reduce")?);
-                for &bytes in sizes {
-                    payloads.push(Box::new(GroupTensor::new(&group, length(bytes))));
-                }
-            }
+    ) -> anyhow::Result<(Barrier, Vec<Box<dyn Payload>>)> {
+        if self == Self::AllReduce {
+            let group = Arc::new(session.group("all_reduce")?);
+            let tensor = |&bytes| GroupTensor::new(&group, length(bytes));
+            let tensors = sizes.iter().map(|bytes| Box::new(tensor(bytes)) as Box<dyn Payload>);
+            let payloads = tensors.collect();
+            return Ok((Barrier::Group(group), payloads));
         }
-        Ok(payloads)
+        let layer = session.layer(BARRIER)?;
+        let barrier = Barrier::of_layer(session, layer, !optimizer.is_stateless())?;
+        let mut payloads: Vec<Box<dyn Payload>> = Vec::new();
+        for &bytes in sizes {
+            let layer = session.layer(&layer_name(bytes))?;
+            payloads.push(match self {
+                Self::Factors { rows } => {
+                    let (m, n) = shape(length(bytes));
+                    Box::new(FactorLayer::new(session, layer, [m, n, rows])?)
+                }
+                _ => Box::new(Gradient::new(session, layer, length(bytes), optimizer)?),
+            });
+        }
+        Ok((barrier, payloads))
     }
 }
+
+/// The layer by which workers meet.
+const BARRIER: &str = "barrier";
 
 fn layer_name(bytes: usize) -> String {
     format!("model of {bytes} bytes")

@@ -1,11 +1,11 @@
 //! One worker of `bench exchange`.
 
 use super::busy::Busy;
-use super::payload::{Payload, RATE, What};
+use super::payload::{Barrier, Payload, RATE, What};
 use super::report::Report;
 use super::servers::ServerProcesses;
 use anyhow::Context;
-use poseidon::{Buffer, ChunkSize, Config, Layer, LayerId, Optimizer, Session};
+use poseidon::{ChunkSize, Config, Optimizer, Session};
 use rustix::time::{ClockId, clock_gettime};
 use serde::{Deserialize, Serialize};
 use std::time::{Duration, Instant};
@@ -35,8 +35,7 @@ pub(crate) struct Worker {
     session: Session,
     servers: ServerProcesses,
     busy: u16,
-    barrier: LayerId,
-    beat: Buffer,
+    barrier: Barrier,
     sizes: Vec<Size>,
     counts_traffic: bool,
 }
@@ -59,25 +58,18 @@ impl Worker {
     ) -> anyhow::Result<Self> {
         let Exchange { what, sizes, optimizer, chunk, busy } = exchange;
         let builder = Session::builder(config.clone())
-            .layer(Layer::new("barrier", 1))
             .optimizer(optimizer.clone())
             .learning_rate(RATE)
             .chunk_size(*chunk);
         let session = what.describe(builder, sizes).start()?;
         // Every server has joined by now.
         let servers = servers()?;
-        let barrier = session.layer("barrier")?;
-        let mut beat = Buffer::zeroed(1);
-        if !optimizer.is_stateless() {
-            session.broadcast(barrier, beat)?;
-            beat = session.receive(barrier)?.result;
-        }
-        let payloads = what.prepare(&session, sizes, optimizer)?;
+        let (barrier, payloads) = what.prepare(&session, sizes, optimizer)?;
         let size = |(&bytes, payload)| Size { bytes, payload, iterations: 0 };
         let sizes = sizes.iter().zip(payloads).map(size).collect();
         // A group's bytes are not among the session's.
         let counts_traffic = *what != What::AllReduce;
-        Ok(Self { session, servers, busy: *busy, barrier, beat, sizes, counts_traffic })
+        Ok(Self { session, servers, busy: *busy, barrier, sizes, counts_traffic })
     }
 
     /// This worker's rank.
@@ -106,8 +98,7 @@ impl Worker {
             size.payload.fill(number);
             outside += thread_cpu() - preparing;
 
-            session.send(self.barrier, std::mem::take(&mut self.beat))?;
-            self.beat = session.receive(self.barrier)?.result;
+            self.barrier.pass(session)?;
 
             let begin = Instant::now();
             size.payload.exchange(session)?;
@@ -147,8 +138,8 @@ impl Worker {
 
     /// Leaves the job.
     pub(crate) fn finish(self) -> anyhow::Result<()> {
-        // A group leaves when its tensors are gone.
-        drop(self.sizes);
+        // A group leaves when its tensors and its barrier are gone.
+        drop((self.sizes, self.barrier));
         Ok(self.session.finish()?)
     }
 }

@@ -205,7 +205,8 @@ impl fmt::Display for Summary {
         writeln!(
             f,
             "*Link* is the part of the rate that the port's bytes of an exchange make, with Ethernet, IP and TCP headers and \
-             retransmissions, in the direction of the port that carried fewest. CPU seconds are of all nodes together, for one \
+             retransmissions, in the direction of the port that carried fewest; a port that has been idle lets 128 KB through at once, so small \
+             exchanges may be above 100%. CPU seconds are of all nodes together, for one \
              exchange. *Busy* is busy threads per core beside both. By factors a worker has {} rows; Gloo sums the whole matrix \
              then. KB and MB are powers of 1024.\n",
             self.rows
