@@ -23,10 +23,15 @@ impl Rate {
         (LEAST..=MOST).contains(&bits).then_some(Self(bits))
     }
 
-    /// The rate at which `bytes` take `seconds`, or the nearest one that a network can have.
+    /// The rate nearest to `bits` per second that a network can have.
+    pub fn nearest(bits: f64) -> Self {
+        // The conversion of what is too large, or infinite, stops at the limit.
+        Self((bits.round() as u64).clamp(LEAST, MOST))
+    }
+
+    /// The rate at which `bytes` take `seconds`.
     pub fn of(bytes: u64, seconds: f64) -> Self {
-        // A division by 0 is infinite, and the conversion of anything too large stops at the limit.
-        Self((((bytes * 8) as f64 / seconds) as u64).clamp(LEAST, MOST))
+        Self::nearest(bytes as f64 * 8.0 / seconds)
     }
 
     /// Bits per second.

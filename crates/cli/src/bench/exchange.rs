@@ -8,7 +8,7 @@ use crate::job::{Job, Size};
 use crate::launch::at_least_1;
 use crate::supervise::{self, Options};
 use anyhow::{Context, ensure};
-use poseidon::config::Carriers;
+use poseidon::config::{Carriers, LinkRate};
 use poseidon::{ChunkSize, Config, Optimizer, Servers};
 use std::process::{Command, ExitCode};
 
@@ -44,13 +44,19 @@ pub(crate) struct Args {
     #[arg(long, value_name = "BYTES", value_parser = bytes)]
     chunk: Option<usize>,
 
-    /// Lanes per process [default: half the cores, shared by the processes].
+    /// Lanes per process [default: half the cores, shared by the processes; between hosts, as many of
+    /// them as the slowest port needs].
     #[arg(long, value_name = "L", value_parser = at_least_1)]
     lanes: Option<u16>,
 
     /// What carries links: 'auto' is shared memory within a machine and TCP between machines.
     #[arg(long, value_name = "auto|tcp|unix", default_value_t = Carriers::Auto)]
     link: Carriers,
+
+    /// What this node's port carries, such as 10gbit; 'auto' measures it in a job of several hosts
+    /// [default: auto, or POSEIDON_LINK_RATE].
+    #[arg(long, value_name = "RATE|auto|unknown")]
+    link_rate: Option<LinkRate>,
 
     /// Print one JSON object and nothing else.
     #[arg(long)]
@@ -131,10 +137,13 @@ impl Args {
 
     fn config(&self) -> anyhow::Result<Config> {
         let mut config = Config::from_env()?;
+        config.link_rate = self.link_rate.unwrap_or(config.link_rate);
         if self.in_cluster {
             config.carrier = self.link;
             config.servers = self.servers;
-            config.lanes = self.lanes.unwrap_or(config.lanes);
+            if let Some(lanes) = self.lanes {
+                (config.lanes, config.lanes_by_rate) = (lanes, false);
+            }
             ensure!(
                 self.optimizer.is_stateless(),
                 "--in-cluster gathers its figures with the exchange itself: expected --optimizer sum or mean, got {}",
