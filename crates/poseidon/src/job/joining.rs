@@ -554,8 +554,8 @@ mod tests {
         assert_eq!(told.len(), 2);
         for refusal in &told {
             let words = reason(refusal);
-            assert!(words.contains("worker 1 reads version 2"), "{words}");
-            assert!(words.contains("writes version 1"), "{words}");
+            assert!(words.contains("worker 1 reads version 3"), "{words}");
+            assert!(words.contains("writes version 2"), "{words}");
         }
     }
 

@@ -229,7 +229,7 @@ mod tests {
         let given = Given(rate(100));
         let claims = claims(&[Measured, Measured, given, Measured], &[0, 1, 0, 0]);
         let cluster = settled(&claims, &[(0, 1, 10_000), (1, 0, 9_000)]);
-        assert_eq!(ports(&cluster), [(0, 10_000), (1, 10_000), (2, 100), (0, 10_000)]);
+        assert_eq!(ports(&cluster), [(0, 9_000), (1, 9_000), (2, 100), (0, 9_000)]);
     }
 
     #[test]

@@ -331,7 +331,9 @@ mod tests {
     fn measure(mbit: u64, delay: Duration) -> ([Rate; 2], Duration) {
         let clock = VirtualClock::new();
         let bytes_per_second = Some(mbit * 1_000_000 / 8);
-        let shape = Shape { delay, bytes_per_second, ..Shape::default() };
+        // All of a train fits, so that it does not go byte by byte as the other end makes room.
+        let capacity = 2 * LONGEST;
+        let shape = Shape { delay, bytes_per_second, capacity, ..Shape::default() };
         let (mut a, mut b) = memory::pair(clock.clone(), shape);
         let faults = a.faults();
         let base = Instant::now();
@@ -340,7 +342,10 @@ mod tests {
             End::new((NodeId(0), NodeId(1)), &mut a, train(), true),
             End::new((NodeId(1), NodeId(0)), &mut b, train(), true),
         ];
+        let mut steps = 0;
         while ends.iter().any(|end| !end.is_done()) {
+            steps += 1;
+            assert!(steps < 100_000, "no end after {:?}", clock.now());
             ends.iter_mut().for_each(|end| end.advance(base + clock.now()).unwrap());
             let next = faults.next_event().unwrap_or(clock.now());
             clock.advance(next.saturating_sub(clock.now()));
