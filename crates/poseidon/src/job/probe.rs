@@ -123,8 +123,11 @@ struct End<'a> {
     link: &'a mut dyn Link,
     /// The train that is under way, if this node sends.
     train: Option<Train>,
-    /// How long an empty train takes.
-    round_trip: Duration,
+    /// How long an empty train takes: the second one. The other node may begin the round later, so
+    /// the first one says nothing.
+    round_trip: Option<Duration>,
+    /// Whether the first empty train has come.
+    met: bool,
     /// What was measured.
     rate: Option<Rate>,
     /// Whether trains of the other node come, or may.
@@ -167,7 +170,8 @@ impl<'a> End<'a> {
             node,
             link,
             train,
-            round_trip: Duration::ZERO,
+            round_trip: None,
+            met: false,
             rate: None,
             expects,
             ahead: VecDeque::new(),
@@ -253,17 +257,19 @@ impl<'a> End<'a> {
     /// A train has come. Decides whether another one goes.
     fn judge(&mut self, train: Train, now: Instant) {
         let took = now.saturating_duration_since(train.began);
-        if train.bytes == 0 {
-            self.round_trip = took;
-            self.train = Some(Train::new(SHORTEST, now));
+        let Some(round_trip) = self.round_trip else {
+            self.round_trip = self.met.then_some(took);
+            let bytes = if self.met { SHORTEST } else { 0 };
+            self.met = true;
+            self.train = Some(Train::new(bytes, now));
             return;
-        }
-        let enough = LONG_ENOUGH + self.round_trip * ROUND_TRIPS;
+        };
+        let enough = LONG_ENOUGH + (round_trip * ROUND_TRIPS).min(LONGEST_WAIT);
         if took < enough && train.bytes < LONGEST {
             self.train = Some(Train::new(train.bytes * 2, now));
             return;
         }
-        let seconds = took.saturating_sub(self.round_trip).as_secs_f64();
+        let seconds = took.saturating_sub(round_trip).as_secs_f64();
         self.rate = Some(Rate::of(train.bytes as u64, seconds));
         self.ahead.push_back(Word::Done);
     }
@@ -318,6 +324,8 @@ const LONGEST: usize = 8 << 20;
 /// and all trains of a round together take 17 ms.
 const LONG_ENOUGH: Duration = Duration::from_millis(5);
 const ROUND_TRIPS: u32 = 10;
+/// However long a round trip is, so many of them are not awaited.
+const LONGEST_WAIT: Duration = Duration::from_millis(100);
 /// How often a wait looks for bad news.
 const GLANCE: Duration = Duration::from_millis(100);
 
