@@ -1,5 +1,6 @@
 //! Bandwidths as people write them: `10gbit`, `200mbit`, `25GbE`.
 
+use poseidon_core::Rate;
 use std::{fmt, str::FromStr};
 
 /// What a link carries, in bits per second.
@@ -38,18 +39,7 @@ impl Bandwidth {
 
 impl fmt::Display for Bandwidth {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let (value, unit) = match self.0 {
-            bits if bits < 1e6 => (bits / 1e3, "kbit/s"),
-            bits if bits < 1e9 => (bits / 1e6, "Mbit/s"),
-            bits if bits < 1e12 => (bits / 1e9, "Gbit/s"),
-            bits => (bits / 1e12, "Tbit/s"),
-        };
-        // Three digits, without zeros that say nothing.
-        let decimals = if value < 9.995 { 2 } else { usize::from(value < 99.95) };
-        let text = format!("{value:.decimals$}");
-        let text =
-            if decimals > 0 { text.trim_end_matches('0').trim_end_matches('.') } else { &text };
-        write!(f, "{text} {unit}")
+        Rate::nearest(self.0).fmt(f)
     }
 }
 
@@ -57,35 +47,12 @@ impl FromStr for Bandwidth {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
-        let wrong = |why: &str| format!("{why}; write it like 10gbit, 200mbit or 25GbE");
-        let end = text.find(|c: char| !(c.is_ascii_digit() || ".-+".contains(c)));
-        let (number, unit) = text.split_at(end.unwrap_or(text.len()));
-        let number: f64 =
-            number.parse().map_err(|_| wrong(&format!("'{text}' does not begin with a number")))?;
-        let unit = unit.trim().to_ascii_lowercase();
-        let factor = match unit.strip_suffix("/s").unwrap_or(&unit) {
-            "kbit" | "kbps" => 1e3,
-            "mbit" | "mbps" => 1e6,
-            "gbit" | "gbps" | "gbe" => 1e9,
-            "tbit" | "tbps" | "tbe" => 1e12,
-            "" => return Err(wrong(&format!("'{text}' has no unit"))),
-            _ => return Err(wrong(&format!("'{unit}' is not a unit of bandwidth"))),
-        };
-        let bits = number * factor;
-        if !(LEAST..=MOST).contains(&bits) {
-            let range = format!("{} to {}", Self(LEAST), Self(MOST));
-            return Err(wrong(&format!("no network has {text}: expected {range}")));
-        }
-        Ok(Self(bits))
+        Ok(Self(text.parse::<Rate>()?.bits() as f64))
     }
 }
 
 /// Of the kinds that are sold, in Gbit/s.
 const ETHERNET: [f64; 8] = [1.0, 2.5, 5.0, 10.0, 25.0, 40.0, 100.0, 400.0];
-/// A modem, and more than any link there is: what lies outside is a slip of the pen.
-const LEAST: f64 = 1e4;
-const MOST: f64 = 1e14;
-
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -4,7 +4,7 @@ use crate::report::units;
 use crate::terminal::printable;
 use anyhow::bail;
 use poseidon::coordinator::query;
-use poseidon::{Config, PlacedChunk, PlannedLayer};
+use poseidon::{Config, PlacedChunk, PlannedLayer, PlannedPort};
 use serde_json::Value;
 use std::process::ExitCode;
 use std::time::Duration;
@@ -21,11 +21,12 @@ use unicode_width::UnicodeWidthStr;
 #[derive(clap::Args, Debug)]
 #[command(after_help = EXAMPLES)]
 pub(crate) struct Args {
-    /// A dotted path such as job.layers.0.name, 'plan' or 'chunks'; without it, the whole book.
+    /// A dotted path such as job.layers.0.name, 'plan', 'chunks' or 'ports'; without it, the whole
+    /// book.
     #[arg(default_value = "")]
     key: String,
 
-    /// Print 'plan' and 'chunks' as JSON, too.
+    /// Print 'plan', 'chunks' and 'ports' as JSON, too.
     #[arg(long)]
     json: bool,
 
@@ -63,6 +64,9 @@ pub(crate) fn run(args: Args) -> anyhow::Result<ExitCode> {
         "chunks" if !args.json => {
             print!("{}", chunk_table(&serde_json::from_value::<Vec<_>>(answer)?))
         }
+        "ports" if !args.json => {
+            print!("{}", port_table(&serde_json::from_value::<Vec<_>>(answer)?))
+        }
         _ => println!("{answer:#}"),
     }
     Ok(ExitCode::SUCCESS)
@@ -88,7 +92,7 @@ fn what_there_is(
             let mut keys: Vec<_> = fields.keys().map(|key| printable(key)).collect();
             // A book has a plan; a job that has not started has none.
             if known.is_empty() && fields.contains_key("job") {
-                keys.extend(["plan".into(), "chunks".into()]);
+                keys.extend(["plan".into(), "chunks".into(), "ports".into()]);
             }
             format!("has {}", keys.join(", "))
         }
@@ -137,6 +141,22 @@ fn chunk_table(chunks: &[PlacedChunk]) -> String {
         ]
     };
     table(header, [false, true, true, true, true], chunks.iter().map(row))
+}
+
+fn port_table(ports: &[PlannedPort]) -> String {
+    if ports.is_empty() {
+        return "nothing is known of the nodes' ports, so they count as equal\n".into();
+    }
+    let header = ["node", "port", "carries", "holds"];
+    let row = |port: &PlannedPort| {
+        [
+            printable(&port.node),
+            port.port.to_string(),
+            port.rate.to_string(),
+            format!("{:.1} %", f64::from(port.shard) / 10.0),
+        ]
+    };
+    table(header, [false, true, true, true], ports.iter().map(row))
 }
 
 /// Columns that line up; `numeric` ones to the right.
@@ -226,6 +246,17 @@ fc         3  65536..65546     1     2
     }
 
     #[test]
+    fn ports_are_a_table_of_rates_and_shards() {
+        let (node, rate) = ("worker 2".into(), "100mbit".parse().unwrap());
+        let expected = "\
+node      port     carries   holds
+worker 2     1  100 Mbit/s  33.3 %
+";
+        assert_eq!(port_table(&[PlannedPort { node, port: 1, rate, shard: 333 }]), expected);
+        assert!(port_table(&[]).contains("count as equal"));
+    }
+
+    #[test]
     fn a_wrong_key_hears_which_ones_there_are() {
         let book = json!({ "job": { "layers": [1, 2] }, "epoch": 1 });
         let ask = |key: &str| {
@@ -240,7 +271,7 @@ fc         3  65536..65546     1     2
         let words = |key| what_there_is(key, ask).unwrap();
         assert_eq!(
             words("plam.0.scheme"),
-            "there is nothing under 'plam.0.scheme': the book has epoch, job, plan, chunks"
+            "there is nothing under 'plam.0.scheme': the book has epoch, job, plan, chunks, ports"
         );
         assert_eq!(words("job.layer.0"), "there is nothing under 'job.layer.0': 'job' has layers");
         assert_eq!(

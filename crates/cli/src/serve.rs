@@ -1,6 +1,7 @@
 //! `poseidon serve`: one dedicated server.
 
 use poseidon::Config;
+use poseidon::config::LinkRate;
 use std::process::ExitCode;
 
 /// Run one dedicated server until the last worker has finished.
@@ -10,11 +11,18 @@ use std::process::ExitCode;
 /// the job and each with its own POSEIDON_SERVER.
 #[derive(clap::Args, Debug)]
 #[command(after_help = EXAMPLES)]
-pub(crate) struct Args {}
+pub(crate) struct Args {
+    /// What this node's port carries, such as 10gbit; 'auto' measures it in a job of several hosts
+    /// [default: auto, or POSEIDON_LINK_RATE].
+    #[arg(long, value_name = "RATE|auto|unknown")]
+    link_rate: Option<LinkRate>,
+}
 
 /// Serves to the end of the job.
-pub(crate) fn run(_: Args) -> anyhow::Result<ExitCode> {
-    let traffic = poseidon::serve(&Config::from_env()?)?;
+pub(crate) fn run(args: Args) -> anyhow::Result<ExitCode> {
+    let mut config = Config::from_env()?;
+    config.link_rate = args.link_rate.unwrap_or(config.link_rate);
+    let traffic = poseidon::serve(&config)?;
     tracing::debug!(sent = traffic.bytes_sent, received = traffic.bytes_received, "served");
     Ok(ExitCode::SUCCESS)
 }

@@ -10,6 +10,7 @@ use crate::job::{Job, Size};
 use crate::supervise::{self, Options};
 use anyhow::{Context, bail};
 use poseidon::Config;
+use poseidon::config::LinkRate;
 use settings::{Flags, Settings};
 use std::io::{self, Write};
 use std::process::{Command, ExitCode};
@@ -56,6 +57,11 @@ pub(crate) struct Args {
     /// Where the workers of that job meet: an address of worker 0, which listens there.
     #[arg(long, value_name = "HOST:PORT", requires = "rank")]
     coordinator: Option<String>,
+
+    /// What this node's port carries, such as 10gbit; 'auto' measures it in a job of several hosts
+    /// [default: auto, or POSEIDON_LINK_RATE].
+    #[arg(long, value_name = "RATE|auto|unknown")]
+    link_rate: Option<LinkRate>,
 }
 
 /// Trains, or starts the workers that do.
@@ -87,6 +93,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<ExitCode> {
     };
     let mut config = Config::from_variables(&variable)?;
     settings.apply_to(&mut config);
+    config.link_rate = args.link_rate.unwrap_or(config.link_rate);
     if args.flags.workers.is_some_and(|workers| workers != config.workers) {
         let (asked, found) = (settings.workers, config.workers);
         bail!(

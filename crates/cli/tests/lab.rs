@@ -41,6 +41,29 @@ fn nodes_see_each_other_and_no_more_bytes_than_their_links_carry() {
     assert_eq!(ranks, BTreeSet::from([0, 1, 2]));
 }
 
+/// Nobody has told the nodes what their ports carry. The shards of four nodes are on three of them.
+#[test]
+fn a_slow_port_is_measured_and_holds_no_shard() {
+    if !can_make_namespaces() {
+        return;
+    }
+    let script = "if [ $RANK = 2 ]; then \
+                    tc qdisc replace dev eth0 root tbf rate 100mbit burst 128kb limit 2mb || exit 9; \
+                  fi; \
+                  exec $0 bench exchange --in-cluster --bytes 2MB --iters 2 --json";
+    let poseidon = env!("CARGO_BIN_EXE_poseidon");
+    let run = lab(&["-n", "4", "--rate", "1gbit"], "sh", &["-c", script, poseidon]);
+    assert_eq!(run.code, Some(0), "{run:?}");
+    let told = run.stderr.lines().find(|line| line.contains("ports differ"));
+    let told = told.unwrap_or_else(|| panic!("{run:?}"));
+    assert!(
+        told.contains("worker 2 carries ") && told.contains(" Mbit/s and holds 0.0%"),
+        "{told}"
+    );
+    // One lane is enough for such ports.
+    assert!(run.stdout.contains(r#""lanes":1,"#), "{run:?}");
+}
+
 #[test]
 fn every_node_is_told_who_it_is_and_has_one_link() {
     if !can_make_namespaces() {

@@ -67,7 +67,9 @@ fn a_running_job_answers_with_tables_and_json() {
     assert!(words.contains("there is nothing under 'plan.2': 'plan' has 0 to 1"), "{words}");
     let words = String::from_utf8(ask(&["jobs"]).stderr).unwrap();
     assert!(
-        words.contains("the book has cluster, epoch, identity, job, nodes, version, plan, chunks"),
+        words.contains(
+            "the book has cluster, epoch, identity, job, nodes, version, plan, chunks, ports"
+        ),
         "{words}"
     );
 

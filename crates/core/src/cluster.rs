@@ -1,5 +1,6 @@
 //! Which nodes there are and what each of them does.
 
+use crate::port::{Port, Rate};
 use crate::{LaneId, NodeId};
 use serde::{Deserialize, Serialize};
 use std::{fmt, str::FromStr};
@@ -11,6 +12,9 @@ pub struct Cluster {
     workers: u16,
     servers: Servers,
     lanes: u16,
+    /// By node; empty if nothing is known of ports.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    ports: Vec<Port>,
 }
 
 /// What a node does. Every node does at least one of the two.
@@ -50,6 +54,24 @@ pub enum ClusterError {
     /// Node ids are 16 bits wide and the last one is reserved.
     #[error("a cluster has at most 65534 nodes, got {0}")]
     TooManyNodes(u32),
+    /// Every node has a port, or nothing is known of any.
+    #[error("ports of {got} nodes in a cluster of {nodes}")]
+    Ports {
+        /// Nodes of the cluster.
+        nodes: usize,
+        /// Nodes whose port is known.
+        got: usize,
+    },
+    /// Ports are numbered in the order of their first nodes, and a port has one rate.
+    #[error("node {node} has port {number} of {rate}, which does not follow from the nodes before")]
+    Port {
+        /// The node.
+        node: NodeId,
+        /// Its port's number.
+        number: u16,
+        /// What its port carries.
+        rate: Rate,
+    },
 }
 
 impl Cluster {
@@ -68,7 +90,35 @@ impl Cluster {
         if nodes >= u32::from(u16::MAX) {
             return Err(ClusterError::TooManyNodes(nodes));
         }
-        Ok(Self { workers, servers, lanes })
+        Ok(Self { workers, servers, lanes, ports: Vec::new() })
+    }
+
+    /// The same cluster with another number of lanes.
+    pub fn with_lanes(self, lanes: u16) -> Result<Self, ClusterError> {
+        Self::new(self.workers, self.servers, lanes)?.with_ports(self.ports)
+    }
+
+    /// The same cluster with these ports, by node. None at all: nothing is known of them.
+    pub fn with_ports(self, ports: Vec<Port>) -> Result<Self, ClusterError> {
+        let (nodes, got) = (self.nodes(), ports.len());
+        if got != 0 && got != nodes {
+            return Err(ClusterError::Ports { nodes, got });
+        }
+        let mut rates: Vec<Rate> = Vec::new();
+        for (node, &Port { number, rate }) in self.node_ids().zip(&ports) {
+            if usize::from(number) == rates.len() {
+                rates.push(rate);
+            }
+            if rates.get(usize::from(number)) != Some(&rate) {
+                return Err(ClusterError::Port { node, number, rate });
+            }
+        }
+        Ok(Self { ports, ..self })
+    }
+
+    /// The nodes' ports, by node. Empty if nothing is known of them.
+    pub fn ports(&self) -> &[Port] {
+        &self.ports
     }
 
     /// Number of workers: what a complete chunk counts to.
@@ -140,13 +190,15 @@ struct Unchecked {
     workers: u16,
     servers: Servers,
     lanes: u16,
+    #[serde(default)]
+    ports: Vec<Port>,
 }
 
 impl TryFrom<Unchecked> for Cluster {
     type Error = ClusterError;
 
     fn try_from(cluster: Unchecked) -> Result<Self, ClusterError> {
-        Self::new(cluster.workers, cluster.servers, cluster.lanes)
+        Self::new(cluster.workers, cluster.servers, cluster.lanes)?.with_ports(cluster.ports)
     }
 }
 
@@ -223,6 +275,31 @@ mod tests {
         assert_eq!(Cluster::new(1, Servers::Colocated, 0), Err(ClusterError::NoLanes));
         let crowd = Cluster::new(u16::MAX, Servers::Colocated, 1);
         assert_eq!(crowd, Err(ClusterError::TooManyNodes(65535)));
+    }
+
+    #[test]
+    fn ports_are_of_all_nodes_and_have_one_rate_each() {
+        let rate = |mbit: u64| Rate::new(mbit * 1_000_000).unwrap();
+        let with = |ports: &[(u16, u64)]| {
+            let port = |&(number, mbit): &(u16, u64)| Port { number, rate: rate(mbit) };
+            let cluster = Cluster::new(3, Servers::Colocated, 2).unwrap();
+            cluster.with_ports(ports.iter().map(port).collect())
+        };
+        let shared = with(&[(0, 100), (1, 200), (0, 100)]).unwrap();
+        let text = serde_json::to_string(&shared).unwrap();
+        assert_eq!(serde_json::from_str::<Cluster>(&text).unwrap(), shared);
+        assert_eq!(shared.clone().with_lanes(4).unwrap().ports(), shared.ports());
+        assert_eq!(with(&[]).unwrap(), Cluster::new(3, Servers::Colocated, 2).unwrap());
+        assert_eq!(with(&[(0, 100)]), Err(ClusterError::Ports { nodes: 3, got: 1 }));
+        for (ports, node) in [
+            ([(0, 100), (0, 200), (1, 100)], 1),
+            ([(0, 100), (2, 100), (1, 100)], 1),
+            ([(1, 100), (0, 100), (2, 100)], 0),
+        ] {
+            let (number, mbit) = ports[usize::from(node)];
+            let wrong = ClusterError::Port { node: NodeId(node), number, rate: rate(mbit) };
+            assert_eq!(with(&ports), Err(wrong));
+        }
     }
 
     #[test]

@@ -49,6 +49,12 @@ impl Setting {
         2.0 * (self.p1() - 1.0) * self.factors()
     }
 
+    /// Parameter server and factors at a port that carries `matrices` of the layer and `factors` of
+    /// one worker each way.
+    pub fn at_port(&self, matrices: f64, factors: f64) -> (f64, f64) {
+        (2.0 * matrices * self.matrix(), 2.0 * factors * self.factors())
+    }
+
     /// Adam: factors to the server, matrices back; at the server that holds the layer.
     pub fn adam_server(&self) -> f64 {
         self.p1() * self.matrix() + self.p1() * self.factors()

@@ -1,6 +1,7 @@
 //! Poseidon's pure core: no I/O, no threads, no clock, no environment.
 //!
 //! * [`layer`], [`cluster`]: what is trained, and on which nodes.
+//! * [`port`], [`share`]: what a node's port carries, and how much its servers hold for that.
 //! * [`book`]: what every node knows about the job: the two, the nodes' addresses, and an epoch.
 //! * [`overlap`]: how much of synchronising may run beside computing.
 //! * [`cost`], [`scheme`]: what it costs to synchronise a layer, and the cheapest exact way.
@@ -25,9 +26,11 @@ pub mod layer;
 pub mod optim;
 pub mod overlap;
 pub mod plan;
+pub mod port;
 pub mod queue;
 pub mod reduce;
 pub mod scheme;
+pub mod share;
 pub mod store;
 pub mod syncer;
 pub mod wire;
@@ -46,6 +49,7 @@ pub use layer::{Layer, LayerKind};
 pub use optim::{Optimizer, Reduction};
 pub use overlap::Overlap;
 pub use plan::{Plan, Shard};
+pub use port::{Port, Rate};
 pub use queue::Queue;
 pub use reduce::{Dtype, ReduceOp};
 pub use scheme::{Policy, Scheme};

@@ -3,6 +3,7 @@
 use crate::chunk::elements;
 use crate::factors::Layout;
 use crate::scheme::{Choice, Policy, Scheme, choose};
+use crate::share::shares;
 use crate::{
     ChunkKey, ChunkSize, Chunks, Cluster, Epoch, LaneId, Layer, LayerId, LayerKind, NodeId,
 };
@@ -22,7 +23,8 @@ pub struct Shard {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Placement {
-    /// Every shard gets the same number of bytes, layer by layer where layers are large.
+    /// Every shard gets the same number of bytes, layer by layer where layers are large. Where ports
+    /// carry unequal rates, shards are in proportion to their servers' [`shares`].
     #[default]
     Balanced,
     /// Whole layers in turn: what frameworks that shard by tensor do. A comparator
@@ -222,34 +224,92 @@ fn shards(cluster: &Cluster) -> Vec<Shard> {
     lanes.flat_map(|lane| cluster.server_ids().map(move |node| Shard { node, lane })).collect()
 }
 
+/// Shards that hold parts of layers in proportion to their weights. Nodes vary fastest.
+struct Weighted {
+    shards: Vec<Shard>,
+    /// By shard.
+    weights: Vec<usize>,
+    /// Elements that each shard has of large layers.
+    held: Vec<usize>,
+    /// Elements of large layers that have a shard.
+    dealt: usize,
+    /// The shard that the next large layer begins with, if all weights are equal.
+    next: usize,
+}
+
+impl Weighted {
+    fn new(cluster: &Cluster) -> Self {
+        let (shards, weights): (Vec<_>, Vec<_>) = match shares(cluster) {
+            None => shards(cluster).into_iter().map(|shard| (shard, 1)).unzip(),
+            Some(shares) => {
+                let on = |lane| shares.iter().map(move |&(node, share)| (node, lane, share));
+                let all = cluster.lane_ids().flat_map(on);
+                all.map(|(node, lane, share)| (Shard { node, lane }, share as usize)).unzip()
+            }
+        };
+        let held = vec![0; shards.len()];
+        Self { shards, weights, held, dealt: 0, next: 0 }
+    }
+
+    /// The shards of a large layer's chunks.
+    fn deal(&mut self, chunks: &Chunks) -> Vec<Shard> {
+        let count = self.shards.len();
+        if self.weights.iter().all(|weight| *weight == self.weights[0]) {
+            // The last chunk may be short: begin with another shard each time.
+            let first = self.next;
+            self.next += chunks.count() + 1;
+            return (0..chunks.count()).map(|i| self.shards[(first + i) % count]).collect();
+        }
+        let whole: usize = self.weights.iter().sum();
+        let lens = (0..chunks.count() as u32).filter_map(|i| Some(chunks.range(i)?.len()));
+        let dealt = lens.map(|len| {
+            self.dealt += len;
+            // How far a shard is behind its part of all that is dealt.
+            let lag = |i: &usize| {
+                (self.weights[*i] * self.dealt) as i128 - (self.held[*i] * whole) as i128
+            };
+            let last = (0..count).rev().max_by_key(lag);
+            let last = last.expect("a cluster has a server, and a server has a shard");
+            self.held[last] += len;
+            self.shards[last]
+        });
+        dealt.collect()
+    }
+}
+
 /// Large layers are dealt out in equal chunks. Small ones are laid end to end, and the line is cut
-/// into equal shares: as many as there are shards, or as are worth a frame.
+/// into shares: as many as there are shards, or as are worth a frame.
 fn place_evenly(cluster: &Cluster, layers: Vec<(&mut LayerPlan, usize)>, size: ChunkSize) {
-    let shards = shards(cluster);
-    let mut next = 0;
+    let mut weighted = Weighted::new(cluster);
     let mut small = Vec::new();
     for (plan, len) in layers {
-        let Some(chunks) = Chunks::even(len, size, shards.len()) else {
+        let Some(chunks) = Chunks::even(len, size, weighted.shards.len()) else {
             small.push((plan, len));
             continue;
         };
-        // The last chunk may be short: begin with another shard each time.
-        plan.shards = (0..chunks.count()).map(|i| shards[(next + i) % shards.len()]).collect();
-        next += chunks.count() + 1;
+        plan.shards = weighted.deal(&chunks);
         plan.chunks = chunks;
     }
     let total: usize = small.iter().map(|(_, len)| len).sum();
+    let Weighted { shards, weights, .. } = weighted;
     let nodes = shards.len() / usize::from(cluster.lanes());
     let worth = (total / elements(size.min)).clamp(1, shards.len());
-    // Whole rounds over the nodes, so that none has more than another.
+    // Whole rounds over the nodes, so that none has more than its part.
     let shares = if worth > nodes { worth - worth % nodes } else { worth };
-    let share = |position: usize| position * shares / total.max(1);
+    let whole: usize = weights[..shares].iter().sum();
+    let mut weight = 0;
+    let mut ends: Vec<usize> = Vec::with_capacity(shares);
+    for share in &weights[..shares] {
+        weight += share;
+        ends.push((weight * total).div_ceil(whole));
+    }
     let mut start = 0;
     for (plan, len) in small {
         let end = start + len;
-        let cuts = (1..shares).map(|i| (i * total).div_ceil(shares)).filter(|&cut| cut > start);
+        let cuts = ends.iter().filter(|&&cut| cut > start && cut < total);
         plan.chunks = Chunks::cut(len, elements(size.max), cuts.map(|cut| cut - start));
         let starts = (0..plan.chunks.count() as u32).filter_map(|i| plan.chunks.range(i));
+        let share = |position: usize| ends.partition_point(|&end| end <= position);
         plan.shards = starts.map(|range| shards[share(start + range.start)]).collect();
         start = end;
     }
@@ -269,6 +329,7 @@ mod tests {
     use super::*;
     use crate::Servers;
     use crate::cost::Setting;
+    use crate::{Port, Rate};
     use proptest::prelude::*;
     use std::collections::HashMap;
 
@@ -432,6 +493,33 @@ mod tests {
         assert!("pertensor".parse::<Placement>().unwrap_err().contains("'pertensor'"));
     }
 
+    /// A cluster whose workers have ports of these rates, in Mbit/s.
+    fn with_ports(lanes: u16, mbit: &[u64]) -> Cluster {
+        let port = |(number, mbit): (u16, &u64)| Port {
+            number,
+            rate: Rate::new(mbit * 1_000_000).unwrap(),
+        };
+        let cluster = Cluster::new(mbit.len() as u16, Servers::Colocated, lanes).unwrap();
+        cluster.with_ports((0..).zip(mbit).map(port).collect()).unwrap()
+    }
+
+    #[test]
+    fn a_slow_port_has_no_shard_and_the_others_have_as_much_as_each_other() {
+        let layers = vgg19();
+        for lanes in [1, 3] {
+            let plan =
+                Plan::new(&with_ports(lanes, &[1000, 100, 1000, 1000]), &layers, Rules::default());
+            let three = Cluster::new(3, Servers::Colocated, lanes).unwrap();
+            let even = Plan::new(&three, &layers, Rules::default());
+            let renamed = |shard: Shard| match shard.node {
+                NodeId(0) => shard,
+                NodeId(node) => Shard { node: NodeId(node + 1), ..shard },
+            };
+            let expected: Vec<_> = even.all_chunks().map(|(key, s)| (key, renamed(s))).collect();
+            assert_eq!(plan.all_chunks().collect::<Vec<_>>(), expected);
+        }
+    }
+
     /// A frame to every node is not worth a few bytes.
     #[test]
     fn tiny_models_stay_together() {
@@ -458,6 +546,48 @@ mod tests {
             let spread = loads.values().max().unwrap() - loads.values().min().unwrap();
             // A short last chunk per large layer, and a share of the small ones.
             prop_assert!(spread * 4 <= ChunkSize::default().max);
+        }
+
+        #[test]
+        fn equal_ports_change_nothing(
+            lens in proptest::collection::vec(0usize..400_000, 1..20),
+            workers in 1usize..9, lanes in 1u16..4,
+        ) {
+            let layers: Vec<_> = lens.iter().map(|&len| Layer::new("l", len)).collect();
+            let equal = with_ports(lanes, &vec![700; workers]);
+            let unknown = Cluster::new(workers as u16, Servers::Colocated, lanes).unwrap();
+            let rules = Rules::default();
+            prop_assert_eq!(
+                Plan::new(&equal, &layers, rules), Plan::new(&unknown, &layers, rules)
+            );
+        }
+
+        #[test]
+        fn shards_are_as_large_as_their_shares(
+            lens in proptest::collection::vec(0usize..2_000_000, 1..20),
+            mbit in proptest::collection::vec(300u64..1000, 3..9), lanes in 1u16..4,
+        ) {
+            let cluster = with_ports(lanes, &mbit);
+            let layers: Vec<_> = lens.iter().map(|&len| Layer::new("l", len)).collect();
+            let plan = Plan::new(&cluster, &layers, Rules::default());
+            let total: usize = lens.iter().sum();
+            prop_assert_eq!(loads(&plan, &cluster).values().sum::<usize>(), total);
+            let mut by_node = vec![0; mbit.len()];
+            for (chunk, shard) in plan.all_chunks() {
+                by_node[shard.node.index()] += plan.len(chunk);
+            }
+            let Some(shares) = shares(&cluster) else { return Ok(()) };
+            let whole: u32 = shares.iter().map(|(_, share)| share).sum();
+            let mut expected = vec![0.0; mbit.len()];
+            for (node, share) in shares {
+                expected[node.index()] = total as f64 * f64::from(share) / f64::from(whole);
+            }
+            // A chunk of every lane, and what small layers are not worth a frame for.
+            let slack = (usize::from(lanes + 1) * ChunkSize::default().max / 4) as f64;
+            for (got, expected) in by_node.into_iter().zip(expected) {
+                prop_assert!((got as f64 - expected).abs() <= slack, "{got} for {expected}");
+                prop_assert!(expected > 0.0 || got == 0);
+            }
         }
     }
 }

@@ -1,6 +1,7 @@
 //! How a layer is synchronised, and which way is the cheapest exact one for it.
 
 use crate::cost::{MESSAGE, Setting};
+use crate::share::Traffic;
 use crate::{Cluster, Layer, LayerKind, Servers};
 use serde::{Deserialize, Serialize};
 use std::{fmt, str::FromStr};
@@ -59,29 +60,37 @@ pub fn choose(layer: &Layer, cluster: &Cluster, batch: Option<usize>, policy: Po
     }
     let servers = cluster.server_ids().count();
     let setting = Setting { m, n, batch, workers: cluster.workers(), servers };
-    // The busiest node decides: the others wait for it.
-    let matrices = match cluster.servers() {
-        Servers::Dedicated(_) => setting.ps_server().max(setting.ps_worker()),
-        Servers::Colocated | Servers::Mixed(_) => setting.ps_both(),
+    // The busiest node decides: the others wait for it. Where ports differ, it is the busiest port.
+    let (matrices, factors, whose) = match (Traffic::new(cluster), cluster.servers()) {
+        (Some(traffic), _) => {
+            let (matrices, factors) = setting.at_port(traffic.matrices(), traffic.factors());
+            (matrices, factors, "at the slowest port")
+        }
+        (None, Servers::Dedicated(_)) => {
+            let busiest = setting.ps_server().max(setting.ps_worker());
+            (busiest, setting.sfb_worker(), "per node")
+        }
+        (None, Servers::Colocated | Servers::Mixed(_)) => {
+            (setting.ps_both(), setting.sfb_worker(), "per node")
+        }
     };
-    let factors = setting.sfb_worker();
     let saved = matrices - factors;
     let (factors, matrices) = (Count(factors), Count(matrices));
     let (scheme, reason) = if policy == Policy::Sfb {
-        let words = format!("as told: factors {factors}, matrices {matrices} parameters per node");
+        let words = format!("as told: factors {factors}, matrices {matrices} parameters {whose}");
         (Scheme::Sfb, words)
     } else if saved < 0.0 {
-        (Scheme::Ps, format!("factors {factors} > matrices {matrices} parameters per node"))
+        (Scheme::Ps, format!("factors {factors} > matrices {matrices} parameters {whose}"))
     } else if saved < MESSAGE {
         // Half of what crosses the interface is sent.
         let bytes = |parameters: f64| parameters / 2.0 * size_of::<f32>() as f64 / 1024.0;
         let (saved, cost) = (bytes(saved), bytes(MESSAGE));
         let words = format!(
-            "factors would save {saved:.1} KiB per node, less than messages of their own cost ({cost:.0} KiB)"
+            "factors would save {saved:.1} KiB {whose}, less than messages of their own cost ({cost:.0} KiB)"
         );
         (Scheme::Ps, words)
     } else {
-        (Scheme::Sfb, format!("factors {factors} ≤ matrices {matrices} parameters per node"))
+        (Scheme::Sfb, format!("factors {factors} ≤ matrices {matrices} parameters {whose}"))
     };
     Choice { scheme, reason }
 }
@@ -134,6 +143,7 @@ impl FromStr for Policy {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::{Port, Rate};
 
     fn fc(m: usize, n: usize) -> Layer {
         Layer { kind: LayerKind::Fc { m, n }, ..Layer::new("fc", m * n + m) }
@@ -199,6 +209,22 @@ mod tests {
             "{}",
             told.reason
         );
+    }
+
+    /// The slow port's own gradient is all that it carries for matrices, 2MN each step, and factors
+    /// go to all others through it: 2K(P-1)(M+N). With equal ports factors pay up to K = M/4.
+    #[test]
+    fn where_ports_differ_the_slowest_decides() {
+        let layer = fc(1024, 1024);
+        let rate = |mbit: u64| Rate::new(mbit * 1_000_000).unwrap();
+        let ports = [1000, 1000, 100, 1000].into_iter().zip(0..);
+        let ports = ports.map(|(mbit, number)| Port { number, rate: rate(mbit) }).collect();
+        let cluster = Cluster::new(4, Servers::Colocated, 1).unwrap().with_ports(ports).unwrap();
+        let choose = |batch| choose(&layer, &cluster, Some(batch), Policy::Auto);
+        assert_eq!(choose(169).scheme, Scheme::Sfb);
+        let choice = choose(171);
+        assert_eq!(choice.scheme, Scheme::Ps);
+        assert!(choice.reason.ends_with("parameters at the slowest port"), "{}", choice.reason);
     }
 
     #[test]

@@ -10,7 +10,7 @@ mod handshake;
 pub use handshake::{Challenge, Hello, Purpose, Status, Verdict};
 
 /// The version this build speaks.
-pub const VERSION: u16 = 5;
+pub const VERSION: u16 = 6;
 /// First bytes of every connection.
 pub const MAGIC: [u8; 8] = *b"POSEIDON";
 /// Longest reason an `Abort` may carry, in bytes.
@@ -63,6 +63,8 @@ pub enum Kind {
     Bye = 17,
     /// The job has failed; the payload says why.
     Abort = 18,
+    /// Bytes that only measure what a port carries, before a job begins.
+    Probe = 19,
     /// A message between a node and the coordinator.
     Control = 32,
 }
@@ -82,7 +84,7 @@ pub enum HeaderError {
     /// A kind this version does not know.
     #[error("unknown frame kind {0}")]
     Kind(u8),
-    /// The only encoding of version 5 is 0: elements as they lie in memory, little-endian.
+    /// The only encoding there is 0: elements as they lie in memory, little-endian.
     #[error("unknown payload encoding {0}")]
     Encoding(u8),
 }
@@ -132,6 +134,7 @@ impl Header {
             16 => Kind::Heartbeat,
             17 => Kind::Bye,
             18 => Kind::Abort,
+            19 => Kind::Probe,
             32 => Kind::Control,
             other => return Err(HeaderError::Kind(other)),
         };
@@ -245,7 +248,7 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    const KINDS: [Kind; 10] = [
+    const KINDS: [Kind; 11] = [
         Kind::Push,
         Kind::Update,
         Kind::Init,
@@ -255,6 +258,7 @@ mod tests {
         Kind::Heartbeat,
         Kind::Bye,
         Kind::Abort,
+        Kind::Probe,
         Kind::Control,
     ];
 

@@ -55,6 +55,14 @@ pub enum Error {
         /// How long it waited.
         waited: Duration,
     },
+    /// Nodes did not take part in measuring what ports carry.
+    #[error("{} did not measure the rate of their ports within {waited:?}", .nodes.join(", "))]
+    Unmeasured {
+        /// The nodes, by name.
+        nodes: Vec<String>,
+        /// How long this node waited.
+        waited: Duration,
+    },
     /// The job has no such layer.
     #[error("no layer '{name}'; the job has {known}")]
     UnknownLayer {

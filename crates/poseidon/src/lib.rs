@@ -47,7 +47,7 @@ mod server;
 pub use collectives::Group;
 pub use engine::traffic::Traffic;
 pub use error::{Error, GatherError, OpenError, RendezvousError};
-pub use job::book::{BOOK_VERSION, Book, Job, NodeFacts, PlacedChunk, PlannedLayer};
+pub use job::book::{BOOK_VERSION, Book, Job, NodeFacts, PlacedChunk, PlannedLayer, PlannedPort};
 pub use job::config::{self, Config};
 pub use job::coordinator::{self, Coordinator};
 pub use memory::buffer::{self, Buffer};

@@ -11,7 +11,7 @@ use crate::launch::at_least_1;
 use crate::supervise::{self, Options};
 use anyhow::{Context, ensure};
 use clap::ValueEnum;
-use poseidon::config::{Carriers, Member};
+use poseidon::config::{Carriers, LinkRate, Member};
 use poseidon::{ChunkSize, Config, Optimizer, Reduction, Scheme, Servers};
 use std::io::{BufRead, Write};
 use std::process::{Command, ExitCode};
@@ -68,13 +68,19 @@ pub(crate) struct Args {
     #[arg(long, value_name = "BYTES", value_parser = bytes)]
     chunk: Option<usize>,
 
-    /// Lanes per process [default: half the cores, shared by the processes].
+    /// Lanes per process [default: half the cores, shared by the processes; between hosts, as many of
+    /// them as the slowest port needs].
     #[arg(long, value_name = "L", value_parser = at_least_1)]
     lanes: Option<u16>,
 
     /// What carries links: 'auto' is shared memory within a machine and TCP between machines.
     #[arg(long, value_name = "auto|tcp|unix", default_value_t = Carriers::Auto)]
     link: Carriers,
+
+    /// What this node's port carries, such as 10gbit; 'auto' measures it in a job of several hosts
+    /// [default: auto, or POSEIDON_LINK_RATE].
+    #[arg(long, value_name = "RATE|auto|unknown")]
+    link_rate: Option<LinkRate>,
 
     /// Print one JSON object and nothing else.
     #[arg(long)]
@@ -263,10 +269,13 @@ impl Args {
 
     fn config(&self) -> anyhow::Result<Config> {
         let mut config = Config::from_env()?;
+        config.link_rate = self.link_rate.unwrap_or(config.link_rate);
         if self.in_cluster {
             config.carrier = self.link;
             config.servers = self.servers;
-            config.lanes = self.lanes.unwrap_or(config.lanes);
+            if let Some(lanes) = self.lanes {
+                (config.lanes, config.lanes_by_rate) = (lanes, false);
+            }
         }
         Ok(config)
     }

@@ -147,6 +147,8 @@ fn measure(
         let mut command = Command::new(&program);
         command.args(std::env::args_os().skip(1)).arg("--node").arg(scheme.to_string());
         command.env("POSEIDON_LANES", case.lanes.to_string());
+        // All ports have one rate, and bytes that measure it are not of the training.
+        command.env("POSEIDON_LINK_RATE", "unknown");
         command
     };
     let outcome = supervise::run(lab.processes(command)?, Options { capture_stdout: true })?;

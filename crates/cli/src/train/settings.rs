@@ -368,7 +368,9 @@ impl Settings {
         if self.link != Carriers::Auto {
             config.carrier = self.link;
         }
-        config.lanes = self.lanes.unwrap_or(config.lanes);
+        if let Some(lanes) = self.lanes {
+            (config.lanes, config.lanes_by_rate) = (lanes, false);
+        }
     }
 
     fn validate(&self) -> anyhow::Result<()> {

@@ -424,7 +424,7 @@ impl Peer {
                 self.garbage("an Abort of no session and no group".into());
             }
             Kind::Abort => self.state = State::Abort { header, text: vec![0; length], done: 0 },
-            Kind::Control => self.garbage(format!("a {kind:?} frame on a lane")),
+            Kind::Control | Kind::Probe => self.garbage(format!("a {kind:?} frame on a lane")),
             _ if header.channel == ChannelId::LINK => {
                 self.garbage(format!("a {kind:?} frame of no session and no group"));
             }

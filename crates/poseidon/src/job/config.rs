@@ -3,6 +3,8 @@
 //! This is the only module that reads the environment.
 
 use crate::Error;
+pub use crate::job::link_rate::LinkRate;
+use crate::job::link_rate::{cores, default_lanes};
 use poseidon_core::{NodeId, Servers};
 use poseidon_link::{Credentials, Secret};
 use sha2::{Digest, Sha256};
@@ -24,6 +26,10 @@ pub struct Config {
     pub servers: Servers,
     /// Lanes per node; worker 0's number holds for all.
     pub lanes: u16,
+    /// Whether `lanes` is only the most there may be, and the slowest port decides.
+    pub lanes_by_rate: bool,
+    /// What this node's port carries, or how that is to be found out.
+    pub link_rate: LinkRate,
     /// `host:port` of the coordinator.
     pub coordinator: String,
     /// Whether this process serves the coordinator (worker 0 does, unless a launcher does).
@@ -79,7 +85,8 @@ impl Config {
     /// | `POSEIDON_COORDINATOR_SERVED` | `1`: somebody else, such as a launcher, serves the coordinator there, not worker 0 |
     /// | `POSEIDON_SERVERS` | `colocated` (default), a number of dedicated servers, `colocated+N` |
     /// | `POSEIDON_SERVER` | this process is the dedicated server of this index |
-    /// | `POSEIDON_LANES` | threads per node (default: half the cores, or this process's share of them; at least 2 if there are two cores, at most 8, or 2 in a job of several hosts) |
+    /// | `POSEIDON_LANES` | threads per node (default: half the cores, or this process's share of them; at least 2 if there are two cores, at most 8; in a job of several hosts no more than the slowest port needs) |
+    /// | `POSEIDON_LINK_RATE` | what this node's port carries, such as `10gbit`; `auto` (default): it is measured in a job of several hosts; `unknown`: it counts as any other |
     /// | `POSEIDON_SECRET`, `POSEIDON_SECRET_FILE` | the cluster secret; default: a file made in the user's configuration folder |
     /// | `POSEIDON_ADDRESS` | address or interface to listen on |
     /// | `POSEIDON_LINK` | `auto`, `tcp`, `unix` |
@@ -102,13 +109,17 @@ impl Config {
         };
         let served = env.0("POSEIDON_COORDINATOR_SERVED").is_some_and(|v| v != "0");
         let coordinator = env.0("POSEIDON_COORDINATOR").map_or(place.coordinator, Ok)?;
+        let (lanes, lanes_by_rate) = match env.parse("POSEIDON_LANES")? {
+            Some(lanes) => (lanes, false),
+            None => default_lanes(cores(), place.workers, place.local),
+        };
         let config = Self {
             member,
             workers: place.workers,
             servers,
-            lanes: env
-                .parse("POSEIDON_LANES")?
-                .unwrap_or_else(|| default_lanes(cores(), place.workers, place.local)),
+            lanes,
+            lanes_by_rate,
+            link_rate: env.parse("POSEIDON_LINK_RATE")?.unwrap_or(LinkRate::Measured),
             serves_coordinator: member == Member::Worker(0) && !served,
             cluster: env.0("POSEIDON_CLUSTER").unwrap_or(place.job),
             coordinator,
@@ -139,6 +150,7 @@ impl Config {
             member: Member::Worker(rank),
             workers: size,
             lanes: 1,
+            lanes_by_rate: false,
             coordinator: coordinator.into(),
             serves_coordinator: false,
             address: wanted_address(),
@@ -162,7 +174,9 @@ impl Config {
             member: Member::Worker(0),
             workers: 1,
             servers: Servers::Colocated,
-            lanes: default_lanes(cores(), 1, 1),
+            lanes: default_lanes(cores(), 1, 1).0,
+            lanes_by_rate: false,
+            link_rate: LinkRate::Unknown,
             coordinator: "127.0.0.1:0".into(),
             serves_coordinator: true,
             address: None,
@@ -248,26 +262,6 @@ impl fmt::Display for Carriers {
             Self::Unix => "unix",
         })
     }
-}
-
-/// Half the cores for the lanes and half for computing, or a process's share of the cores where
-/// several share a host; but two where there are two, because a lane can saturate a core.
-///
-/// Across hosts at most two, which is enough for 25GbE, and one where the cores are needed otherwise: each
-/// lane has a connection of its own to every node, and what is spread over more of them than the wire
-/// needs begins slowly on each (ADR 0011).
-fn default_lanes(cores: usize, processes: u16, processes_on_host: u16) -> u16 {
-    let share = cores / usize::from(processes_on_host).max(2);
-    let within = if processes_on_host < processes { 1..=2 } else { cores.min(2)..=8 };
-    share.clamp(*within.start(), *within.end()) as u16
-}
-
-/// The cores this process may keep busy: those its affinity allows, and on Linux no more than its
-/// control group's quota, of either version and of every group above it. The standard library reads
-/// both. It rounds a quota down, to at least one: what we want, because lanes that kept a core and
-/// a half busy with two threads would have the whole process stopped for the rest of each period.
-fn cores() -> usize {
-    std::thread::available_parallelism().map_or(1, |n| n.get())
 }
 
 struct Env<'a>(&'a dyn Fn(&str) -> Option<String>);
@@ -471,34 +465,6 @@ mod tests {
     }
 
     #[test]
-    fn lanes_follow_cores_within_a_host_and_the_wire_between_hosts() {
-        let default = [
-            (1, 1, 1),
-            (2, 4, 4),
-            (16, 1, 1),
-            (16, 4, 4),
-            (64, 1, 1),
-            (2, 8, 1),
-            (16, 8, 1),
-            (64, 8, 4),
-        ];
-        let lanes: Vec<_> =
-            default.iter().map(|&(cores, all, here)| default_lanes(cores, all, here)).collect();
-        assert_eq!(lanes, [1, 2, 8, 4, 8, 1, 2, 2]);
-    }
-
-    /// What the standard library makes of a container's quota, in cores: half a core, one, one and
-    /// a half (all 1), two and a half (2), three (3).
-    #[test]
-    fn small_quotas_give_few_lanes() {
-        let lanes =
-            |cores| [(1, 1), (2, 2), (8, 1)].map(|(all, here)| default_lanes(cores, all, here));
-        assert_eq!(lanes(1), [1, 1, 1]);
-        assert_eq!(lanes(2), [2, 2, 1]);
-        assert_eq!(lanes(3), [2, 2, 1]);
-    }
-
-    #[test]
     fn deadlines_are_times_that_come() {
         let timeout = |value| config(&[("POSEIDON_TIMEOUT", value)]);
         assert_eq!(timeout("2.5").unwrap().timeout, Duration::from_millis(2500));
@@ -586,6 +552,8 @@ mod tests {
         assert!(words(torch("0", "0")).contains("at least 1 worker"));
         assert!(words(config(&[("RANK", "0")])).contains("WORLD_SIZE is not"));
         assert!(words(config(&[("POSEIDON_LINK", "pigeon")])).contains("'pigeon'"));
+        let rate = words(config(&[("POSEIDON_LINK_RATE", "fast")]));
+        assert!(rate.contains("POSEIDON_LINK_RATE=fast") && rate.contains("'auto'"), "{rate}");
         assert!(words(config(&[("POSEIDON_TIMEOUT", "-1")])).contains("POSEIDON_TIMEOUT"));
     }
 

@@ -2,6 +2,7 @@
 
 use crate::job::book::{Job, NodeFacts};
 use crate::job::gather::Post;
+use crate::job::link_rate::{LinkRate, Measured};
 use crate::job::open::Opening;
 use poseidon_core::wire::{Header, HeaderError, Kind, MAX_CONTROL, NOBODY};
 use poseidon_core::{ChannelId, NodeId, Servers};
@@ -17,6 +18,14 @@ pub(crate) enum Message {
     Join(Box<Join>),
     /// The book as JSON: a node looks at its version before it reads the rest.
     Book(Value),
+    /// A book that is not complete: these nodes measure their ports first.
+    Draft {
+        book: Value,
+        probers: Vec<NodeId>,
+    },
+    Measured(Measured),
+    /// All are ready for the next round of measuring.
+    Proceed,
     Refused {
         reason: String,
     },
@@ -54,6 +63,9 @@ impl Message {
         match self {
             Self::Join(_) => "join",
             Self::Book(_) => "book",
+            Self::Draft { .. } => "draft",
+            Self::Measured(_) => "measured",
+            Self::Proceed => "proceed",
             Self::Refused { .. } => "refused",
             Self::Query { .. } => "query",
             Self::Answer { .. } => "answer",
@@ -76,6 +88,11 @@ pub(crate) struct Join {
     pub(crate) workers: u16,
     pub(crate) servers: Servers,
     pub(crate) lanes: u16,
+    /// Whether that is only the most there may be.
+    #[serde(default)]
+    pub(crate) lanes_by_rate: bool,
+    #[serde(default)]
+    pub(crate) link_rate: LinkRate,
     /// The version of the information book this node reads.
     #[serde(default)]
     pub(crate) book: u16,

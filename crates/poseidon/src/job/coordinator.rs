@@ -342,6 +342,10 @@ impl State {
                 let value = self.joining.tell(&key);
                 vec![Reply::new(asker, &Message::Answer { value })]
             }
+            Message::Measured(post) => match self.book_for(asker, post.node) {
+                Ok(_) => self.joining.handle_measured(asker, post, now),
+                Err(reason) => vec![Reply::refusal(asker, reason)],
+            },
             Message::Gather(post) => self.handle_gather(asker, post, now),
             Message::Open(opening) => self.handle_open(asker, opening, now),
             Message::Leave { reason } => {
@@ -351,7 +355,7 @@ impl State {
                 replies
             }
             other => {
-                let expected = "expected join, query, gather, open or leave";
+                let expected = "expected join, measured, query, gather, open or leave";
                 vec![Reply::refusal(asker, format!("{expected}, got {}", other.name()))]
             }
         }

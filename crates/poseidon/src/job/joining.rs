@@ -3,6 +3,8 @@
 
 use crate::job::book::{BOOK_VERSION, Book, lookup, query};
 use crate::job::control::{Asker, Join, Message, Reply};
+use crate::job::link_rate::Measured;
+use crate::job::ports::{Claims, Measuring, Step};
 use poseidon_core::{Cluster, Epoch, JobId, NodeId};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
@@ -21,6 +23,8 @@ pub(crate) struct Joining {
     gone: BTreeMap<NodeId, Gone>,
     /// The book, or why there will be none.
     outcome: Option<Result<Arc<Book>, String>>,
+    /// What is being measured. While it is, the book is a draft.
+    measuring: Option<Measuring>,
     /// Whether nodes have been told that one of them is lost. All nodes stop at the first loss, so
     /// later losses only follow from it and are not told.
     told_of_loss: bool,
@@ -52,6 +56,7 @@ impl Joining {
             joined: BTreeMap::new(),
             gone: BTreeMap::new(),
             outcome: None,
+            measuring: None,
             told_of_loss: false,
         }
     }
@@ -119,8 +124,42 @@ impl Joining {
         }
     }
 
-    /// Calls the job off if a node has waited long enough for the others.
+    /// A node is ready for a round of measuring. When the last round is over, the book is complete
+    /// and all nodes get it.
+    pub(crate) fn handle_measured(
+        &mut self,
+        asker: Asker,
+        post: Measured,
+        now: Instant,
+    ) -> Vec<Reply> {
+        let refuse = |why: &str| vec![Reply::refusal(asker, why.into())];
+        let Some(Ok(draft)) = &self.outcome else { return refuse("the job has not started") };
+        let Some(measuring) = &mut self.measuring else { return refuse("nothing is measured") };
+        let askers = match measuring.handle_post(&draft.cluster, asker, post, now) {
+            Step::Tell(replies) => return replies,
+            Step::Settled(askers) => askers,
+        };
+        let settled = measuring.claims.settle(draft.cluster.clone(), measuring.seen());
+        let answer = match settled {
+            Ok(cluster) => {
+                let book = Book { cluster, ..Book::clone(draft) };
+                let value = serde_json::to_value(&book).unwrap_or(Value::Null);
+                self.outcome = Some(Ok(Arc::new(book)));
+                Message::Book(value)
+            }
+            Err(error) => Message::Refused { reason: error.to_string() },
+        };
+        self.measuring = None;
+        Reply::to_all(askers, &answer)
+    }
+
+    /// Calls the job off if a node has waited long enough for the others, and ends a round of
+    /// measuring in which one has.
     pub(crate) fn handle_time(&mut self, now: Instant) -> Vec<Reply> {
+        if let Some(measuring) = &mut self.measuring {
+            let expired = measuring.rounds.poll_expired(now);
+            return expired.map_or_else(Vec::new, |round| round.tell_missing());
+        }
         if self.deadline().is_none_or(|deadline| now < deadline) {
             return Vec::new();
         }
@@ -140,7 +179,7 @@ impl Joining {
     /// When [`handle_time`](Self::handle_time) has something to do next.
     pub(crate) fn deadline(&self) -> Option<Instant> {
         if self.outcome.is_some() {
-            return None;
+            return self.measuring.as_ref().and_then(|measuring| measuring.rounds.deadline());
         }
         // Without anybody who waits there is nobody to tell.
         let oldest = self.joined.values().map(|joined| joined.since).min()?;
@@ -261,7 +300,11 @@ impl Joining {
             Some(Ok(book)) => {
                 let book = serde_json::to_value(&**book).unwrap_or(Value::Null);
                 let askers = self.joined.values().map(|joined| joined.asker);
-                Reply::to_all(askers, &Message::Book(book))
+                let message = match &self.measuring {
+                    None => Message::Book(book),
+                    Some(measuring) => Message::Draft { book, probers: measuring.probers.clone() },
+                };
+                Reply::to_all(askers, &message)
             }
             Some(Err(reason)) => {
                 let refused = Message::Refused { reason: reason.clone() };
@@ -302,14 +345,24 @@ impl Joining {
         Reply::to_all(self.everybody(), &Message::Lost { node, why })
     }
 
-    /// Writes the book: all nodes are here. Worker 0's number of lanes holds for all nodes.
-    fn write_book(&self) -> Result<Arc<Book>, String> {
+    /// Writes the book: all nodes are here. Worker 0's number of lanes holds for all nodes. If ports
+    /// are to be measured, it is a draft.
+    fn write_book(&mut self) -> Result<Arc<Book>, String> {
         let first = &self.joined[&NodeId(0)].join;
-        let cluster =
-            Cluster::new(first.workers, first.servers, first.lanes).map_err(|e| e.to_string())?;
+        let claims = Claims::new(self.joined.values().map(|joined| &joined.join));
+        let probers = claims.probers();
+        let cluster = Cluster::new(first.workers, first.servers, first.lanes);
+        let cluster = cluster.and_then(|cluster| match probers.is_empty() {
+            true => claims.settle(cluster, &[]),
+            false => claims.draft(cluster),
+        });
+        let cluster = cluster.map_err(|e| e.to_string())?;
         let job = first.job.clone().ok_or("worker 0 described no job")?;
         let nodes = self.joined.values().map(|joined| joined.join.facts.clone()).collect();
         let (version, identity, epoch) = (BOOK_VERSION, self.identity, Epoch(1));
+        if !probers.is_empty() {
+            self.measuring = Some(Measuring::new(claims, probers));
+        }
         Ok(Arc::new(Book { version, identity, epoch, cluster, nodes, job }))
     }
 
@@ -352,8 +405,9 @@ const FREE: Duration = Duration::from_secs(10);
 mod tests {
     use super::*;
     use crate::job::book::{Job, NodeFacts};
+    use crate::job::link_rate::LinkRate;
     use poseidon_core::plan::Placement;
-    use poseidon_core::{ChunkSize, Layer, Optimizer, Policy, Servers};
+    use poseidon_core::{ChunkSize, Layer, Optimizer, Policy, Rate, Servers};
 
     const PATIENCE: Duration = Duration::from_secs(60);
 
@@ -388,7 +442,8 @@ mod tests {
             tiles: false,
         };
         let (workers, servers, lanes, book) = (3, Servers::Colocated, 2, BOOK_VERSION);
-        Join { facts, workers, servers, lanes, book, job: Some(job()) }
+        let (lanes_by_rate, link_rate, job) = (false, LinkRate::Unknown, Some(job()));
+        Join { facts, workers, servers, lanes, lanes_by_rate, link_rate, book, job }
     }
 
     /// `node` joins by the connection `connection`, whose address is called after it.
@@ -499,8 +554,40 @@ mod tests {
         assert_eq!(told.len(), 2);
         for refusal in &told {
             let words = reason(refusal);
-            assert!(words.contains("worker 1 reads version 2"), "{words}");
-            assert!(words.contains("writes version 1"), "{words}");
+            assert!(words.contains("worker 1 reads version 3"), "{words}");
+            assert!(words.contains("writes version 2"), "{words}");
         }
+    }
+
+    #[test]
+    fn nodes_of_several_hosts_measure_before_they_have_the_book() {
+        let (mut joining, now) = (joining(), Instant::now());
+        let asker = |node: u16| Asker { connection: node.into(), request: Some(1) };
+        let mut drafts = Vec::new();
+        for node in 0..3 {
+            let mut words = Join { link_rate: LinkRate::Measured, ..words(node) };
+            words.facts.host = format!("host {}", node.min(1));
+            drafts = told(joining.handle_join(asker(node), words, String::new(), now));
+        }
+        assert_eq!(drafts.len(), 3);
+        assert_eq!(
+            (&drafts[2].1["type"], &drafts[2].1["probers"]),
+            (&json!("draft"), &json!([0, 1]))
+        );
+        let mut post = |node: u16, round, sent, later| {
+            let measured = Measured { node: NodeId(node), round, sent, patience_ms: 1000 };
+            let mut replies = joining.handle_measured(asker(node), measured, now);
+            replies.extend(joining.handle_time(now + later));
+            told(replies)
+        };
+        let missing = post(1, 0, None, seconds(2));
+        assert_eq!(missing, [(1, json!({ "type": "missing", "nodes": [0] }))]);
+        let sent = |to, mbit: u64| Some((NodeId(to), Rate::of(mbit * 125_000, 1.0)));
+        post(0, 3, sent(1, 900), seconds(0));
+        post(1, 3, sent(0, 90), seconds(0));
+        let books = post(2, 3, None, seconds(0));
+        assert_eq!(books.len(), 3);
+        assert_eq!(books[0].1["cluster"]["ports"][2], json!({ "number": 1, "rate": 90_000_000 }));
+        assert_eq!(joining.tell("ports.0.rate"), Some(json!(90_000_000)));
     }
 }

@@ -3,8 +3,9 @@
 
 use crate::job::book::{BOOK_VERSION, Book};
 use crate::job::control::{Body, Join, Message, Numbered, receive};
+use crate::job::link_rate::Measured;
 use crate::{Error, RendezvousError};
-use poseidon_core::{Cluster, NodeId};
+use poseidon_core::{Cluster, NodeId, Rate};
 use poseidon_link::{Half, Stream};
 use serde_json::Value;
 use std::collections::BTreeMap;
@@ -112,26 +113,61 @@ impl ControlLine {
         })
     }
 
-    /// Joins the job; returns when all have, and no later than `patience` from now.
+    /// Joins the job; returns when all have, and no later than `patience` from now. If there are
+    /// nodes that measure their ports, the book is a draft, and [`measured`](Self::measured) gets
+    /// the complete one.
     pub(crate) fn join(
         &self,
         join: Join,
         patience: Duration,
-    ) -> Result<Arc<Book>, RendezvousError> {
+    ) -> Result<(Arc<Book>, Vec<NodeId>), RendezvousError> {
         let address = || self.address.clone();
         let answer = self.ask(&Message::Join(Box::new(join)), patience, &|| JobState::Running);
         let broken = |why: String| RendezvousError::Broken { address: address(), why };
         match answer.map_err(|error| broken(error.to_string()))? {
-            Message::Book(book) => {
-                let book = Arc::new(read_book(book, &self.address)?);
-                let _ = self.book.set(book.clone());
-                Ok(book)
-            }
+            Message::Book(book) => Ok((self.keep_book(book)?, Vec::new())),
+            Message::Draft { book, probers } => Ok((self.keep_book(book)?, probers)),
             Message::Refused { reason } => {
                 Err(RendezvousError::Refused { address: address(), reason })
             }
             other => Err(broken(format!("expected the book, got {}", other.name()))),
         }
+    }
+
+    /// Says what was measured in a round and waits for the others. Returns the complete book when
+    /// the last round is over.
+    pub(crate) fn measured(
+        &self,
+        round: u8,
+        sent: Option<(NodeId, Rate)>,
+        patience: Duration,
+    ) -> Result<Option<Arc<Book>>, Error> {
+        let patience_ms = u64::try_from(patience.as_millis()).unwrap_or(u64::MAX);
+        let post = Message::Measured(Measured { node: self.me, round, sent, patience_ms });
+        let watch = || match self.trouble() {
+            Some(_) => JobState::Failed,
+            None => JobState::Running,
+        };
+        let address = || self.address.clone();
+        let why = match self.ask(&post, patience, &watch) {
+            Ok(Message::Proceed) => return Ok(None),
+            Ok(Message::Book(book)) => {
+                return Ok(Some(Arc::new(read_book(book, &self.address)?)));
+            }
+            Ok(Message::Missing { nodes }) => {
+                let nodes = nodes.into_iter().map(|node| self.name(node)).collect();
+                return Err(Error::Unmeasured { nodes, waited: patience });
+            }
+            Ok(Message::Refused { reason }) => {
+                return Err(RendezvousError::Refused { address: address(), reason }.into());
+            }
+            Ok(other) => format!("expected the book, got {}", other.name()),
+            Err(error) => match self.trouble() {
+                Some(trouble) => return Err(trouble),
+                None => error.to_string(),
+            },
+        };
+        Err(RendezvousError::Broken { address: address(), why }.into())
     }
 
     /// Says `message` and waits for its answer. The coordinator has `patience`, and a little more
@@ -227,6 +263,13 @@ impl ControlLine {
     /// Number of workers, once the book is there.
     pub(crate) fn workers(&self) -> usize {
         self.cluster().map_or(0, Cluster::workers)
+    }
+
+    /// Reads a book, or the draft of one: names and roles of nodes are the same in both.
+    fn keep_book(&self, book: Value) -> Result<Arc<Book>, RendezvousError> {
+        let book = Arc::new(read_book(book, &self.address)?);
+        let _ = self.book.set(book.clone());
+        Ok(book)
     }
 
     fn cluster(&self) -> Option<&Cluster> {

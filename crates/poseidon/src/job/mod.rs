@@ -3,9 +3,12 @@
 //!
 //! * `config`: raw arguments and environment become a `Config`. `rendezvous`: joins the job and opens
 //!   its links. `book`: questions to the information book.
+//! * `link_rate`: what a node knows of its port. `probe`: measures what the ports of several hosts
+//!   carry, over their links.
 //! * `control`: what is said on control connections. `line`: a node's end of its connection.
-//! * `coordinator`: the other end. `joining`, `rounds`, `gather` and `open` decide for it, without
-//!   sockets: who is in the job, what nodes post under one name, small facts, channels.
+//! * `coordinator`: the other end. `joining`, `ports`, `rounds`, `gather` and `open` decide for
+//!   it, without sockets: who is in the job, what ports carry, what nodes post under one name, small
+//!   facts, channels.
 
 pub mod config;
 pub mod coordinator;
@@ -14,8 +17,11 @@ pub(crate) mod book;
 pub(crate) mod control;
 pub(crate) mod gather;
 pub(crate) mod line;
+pub(crate) mod link_rate;
 pub(crate) mod open;
 pub(crate) mod rendezvous;
 
 mod joining;
+mod ports;
+mod probe;
 mod rounds;

@@ -197,6 +197,7 @@ mod tests {
     use crate::job::book::{BOOK_VERSION, NodeFacts};
     use crate::job::config::credentials;
     use crate::job::control::Join;
+    use crate::job::link_rate::LinkRate;
     use poseidon_core::plan::Placement;
     use poseidon_core::{ChunkSize, Layer, Optimizer, Policy, Servers};
     use poseidon_link::{Address, Caller, Secret, connect};
@@ -237,7 +238,9 @@ mod tests {
                 tiles: false,
             };
             let (servers, lanes, book) = (Servers::Colocated, 1, BOOK_VERSION);
-            let words = Join { facts, workers, servers, lanes, book, job: Some(job(10)) };
+            let (lanes_by_rate, link_rate, job) = (false, LinkRate::Unknown, Some(job(10)));
+            let words =
+                Join { facts, workers, servers, lanes, lanes_by_rate, link_rate, book, job };
             line.join(words, LONG).unwrap();
             line
         };

@@ -2,17 +2,18 @@
 //! each of them.
 
 use crate::Error;
-use crate::job::book::{BOOK_VERSION, Book, Job, NodeFacts};
+use crate::job::book::{BOOK_VERSION, Book, Job, NodeFacts, tell_shares};
 use crate::job::config::{Carriers, Config};
 use crate::job::control::Join;
 use crate::job::coordinator::Coordinator;
 use crate::job::line::ControlLine;
+use crate::job::probe::{Links, Probe};
 use poseidon_core::wire::{Hello, Purpose, Status};
 use poseidon_core::{Epoch, JobId, LaneId, NodeId};
 use poseidon_link::descriptors::{self, Need, Shortage};
 use poseidon_link::{
-    Address, BindError, Caller, ConnectError, Credentials, Link, Listener, Serving, Stream,
-    address, connect, connect_unless,
+    Address, BindError, Caller, ConnectError, Credentials, Listener, Serving, Stream, address,
+    connect, connect_unless,
 };
 use poseidon_matrix::Unit;
 use std::collections::BTreeSet;
@@ -34,14 +35,13 @@ pub(crate) struct Joined {
     pub(crate) coordinator: Option<Coordinator>,
 }
 
-/// One lane's links, by the node at the other end.
-pub(crate) type Links = Vec<(NodeId, Box<dyn Link>)>;
-
 /// Joins the job. Workers bring a description of it, servers take what they get.
 pub(crate) fn join(config: &Config, job: Option<Job>) -> Result<Joined, Error> {
     config.validate()?;
     let nodes = usize::from(config.workers) + usize::from(config.servers.extra());
-    let need = Need { nodes, lanes: config.lanes.into() };
+    // A number of lanes that is only the most is reserved when it is known what is needed.
+    let lanes = if config.lanes_by_rate { 1 } else { config.lanes };
+    let need = Need { nodes, lanes: lanes.into() };
     descriptors::reserve(need)?;
     let deadline = Instant::now() + config.connect_timeout;
     let credentials = config.credentials();
@@ -83,19 +83,37 @@ pub(crate) fn join(config: &Config, job: Option<Job>) -> Result<Joined, Error> {
     let line = ControlLine::start(stream, config.node(), &meeting_point);
     let line = Arc::new(line.map_err(Error::io(reaching()))?);
     let (workers, servers, lanes) = (config.workers, config.servers, config.lanes);
-    let words = Join { facts, workers, servers, lanes, book: BOOK_VERSION, job };
+    let (lanes_by_rate, link_rate, version) =
+        (config.lanes_by_rate, config.link_rate, BOOK_VERSION);
+    let words =
+        Join { facts, workers, servers, lanes, lanes_by_rate, link_rate, book: version, job };
     let joined = line.join(words, deadline.saturating_duration_since(Instant::now()));
-    let book = joined.inspect_err(|error| line.give_up(error.to_string()))?;
-    // Worker 0's number of lanes holds for all.
-    let need = Need { lanes: book.cluster.lanes().into(), ..need };
-    descriptors::reserve(need).inspect_err(|error| line.give_up(error.to_string()))?;
-    run.begin(&book);
+    let (mut book, probers) = joined.inspect_err(|error| line.give_up(error.to_string()))?;
 
-    let opened = Opening { config, book: &book, credentials: &credentials, line: &line }
-        .gather_links(&arrivals);
-    let opened = opened.map_err(|error| with_need(error, need));
-    let links = opened.inspect_err(|error| line.give_up(error.to_string()))?;
+    let mut links = Vec::new();
+    let open = |book: &Book, draft: bool, links: &mut Vec<Links>| {
+        // Worker 0's number of lanes holds for all.
+        let need = Need { lanes: book.cluster.lanes().into(), ..need };
+        descriptors::reserve(need)?;
+        run.begin(book, draft);
+        Opening { config, book, credentials: &credentials, line: &line }
+            .gather_links(&arrivals, links)
+            .map_err(|error| with_need(error, need))
+    };
+    let mut opened = open(&book, !probers.is_empty(), &mut links);
+    if !probers.is_empty() {
+        let (me, patience) = (config.node(), config.connect_timeout);
+        opened = opened.and_then(|()| {
+            let probe = Probe { me, book: &book, probers: &probers, line: &line, patience };
+            let complete = probe.measure(&mut links[0])?;
+            let more = open(&complete, false, &mut links);
+            book = complete;
+            more
+        });
+    }
+    opened.inspect_err(|error| line.give_up(error.to_string()))?;
     run.connected();
+    tell_ports(&book, config.node());
     Ok(Joined { book, links, line, serving, coordinator })
 }
 
@@ -127,7 +145,7 @@ enum RunState {
     /// The book has not come yet.
     #[default]
     Joining,
-    /// Links are being opened.
+    /// Links are being opened, or measured.
     Opening(RunFacts),
     /// All links are there.
     Connected(RunFacts),
@@ -141,12 +159,15 @@ struct RunFacts {
     identity: JobId,
     epoch: Epoch,
     lanes: u16,
+    /// Whether there may be more lanes in the complete book.
+    draft: bool,
 }
 
 impl Run {
-    fn begin(&self, book: &Book) {
+    fn begin(&self, book: &Book, draft: bool) {
         let Book { identity, epoch, .. } = *book;
-        self.set(RunState::Opening(RunFacts { identity, epoch, lanes: book.cluster.lanes() }));
+        let lanes = book.cluster.lanes();
+        self.set(RunState::Opening(RunFacts { identity, epoch, lanes, draft }));
     }
 
     fn connected(&self) {
@@ -167,7 +188,11 @@ impl Run {
 
     /// Whether a node that may call gets the lane it asks for.
     fn admit(&self, hello: &Hello) -> Result<(), Status> {
-        let undecided = |progress: &mut RunState| matches!(progress, RunState::Joining);
+        let undecided = |progress: &mut RunState| match progress {
+            RunState::Joining => true,
+            RunState::Opening(facts) => facts.draft && hello.lane.0 >= facts.lanes,
+            RunState::Connected(_) | RunState::Failed => false,
+        };
         let waited = self.changed.wait_timeout_while(self.lock(), BOOK, undecided);
         let progress = *waited.unwrap_or_else(PoisonError::into_inner).0;
         let (facts, taken) = match progress {
@@ -179,6 +204,7 @@ impl Run {
             return Err(Status::Run);
         }
         match hello.lane.0 {
+            lane if lane >= facts.lanes && facts.draft => Err(Status::NoBook),
             lane if lane >= facts.lanes => Err(Status::Lane),
             _ if taken => Err(Status::Node),
             _ => Ok(()),
@@ -186,12 +212,17 @@ impl Run {
     }
 }
 
-/// Ends the waits of callers when it is dropped, if there is no book by then.
+/// Ends the waits of callers when it is dropped, if there is no complete book by then.
 struct Closing(Arc<Run>);
 
 impl Drop for Closing {
     fn drop(&mut self) {
-        if matches!(*self.0.lock(), RunState::Joining) {
+        let waits = match *self.0.lock() {
+            RunState::Joining => true,
+            RunState::Opening(facts) => facts.draft,
+            RunState::Connected(_) | RunState::Failed => false,
+        };
+        if waits {
             self.0.set(RunState::Failed);
         }
     }
@@ -234,21 +265,26 @@ struct Opening<'a> {
 }
 
 impl Opening<'_> {
-    /// Opens one link per lane to each node that this one exchanges anything with. This node calls
-    /// the nodes of lower ids, and is called by those of higher ids. Fails as soon as the
-    /// coordinator says that a node is lost.
-    fn gather_links(&self, arrivals: &Receiver<Arrival>) -> Result<Vec<Links>, Error> {
+    /// Opens one link per lane to each node that this one exchanges anything with, of those lanes
+    /// that `links` has none of. This node calls the nodes of lower ids, and is called by those of
+    /// higher ids. Fails as soon as the coordinator says that a node is lost.
+    fn gather_links(
+        &self,
+        arrivals: &Receiver<Arrival>,
+        links: &mut Vec<Links>,
+    ) -> Result<(), Error> {
         let Self { config, book, .. } = *self;
         let me = config.node();
         let cluster = &book.cluster;
         let deadline = Instant::now() + config.connect_timeout;
         let partners = cluster.partners(me).into_iter();
         let (lower, higher): (Vec<_>, Vec<_>) = partners.partition(|&n| n < me);
-        let mut links: Vec<Links> = cluster.lane_ids().map(|_| Vec::new()).collect();
+        let lanes: Vec<LaneId> = cluster.lane_ids().skip(links.len()).collect();
+        links.resize_with(cluster.lanes().into(), Vec::new);
         let opened = self
-            .call(&lower, deadline, &mut links)
-            .and_then(|()| self.await_callers(&higher, arrivals, deadline, &mut links));
-        let Err(error) = opened else { return Ok(links) };
+            .call(&lower, &lanes, deadline, links)
+            .and_then(|()| self.await_callers(&higher, &lanes, arrivals, deadline, links));
+        let Err(error) = opened else { return Ok(()) };
         // A link that breaks is most likely a node that has died: the coordinator is about to say
         // which.
         let until =
@@ -259,14 +295,20 @@ impl Opening<'_> {
         Err(self.line.trouble().unwrap_or(error))
     }
 
-    fn call(&self, nodes: &[NodeId], deadline: Instant, links: &mut [Links]) -> Result<(), Error> {
+    fn call(
+        &self,
+        nodes: &[NodeId],
+        lanes: &[LaneId],
+        deadline: Instant,
+        links: &mut [Links],
+    ) -> Result<(), Error> {
         let Self { config, book, credentials, line, .. } = *self;
         let Book { identity, epoch, .. } = *book;
         let (purpose, me) = (Purpose::Lane, config.node());
         let share_memory = config.carrier == Carriers::Auto;
         for &node in nodes {
             let to = route(config, book, node)?;
-            for lane in book.cluster.lane_ids() {
+            for &lane in lanes {
                 let caller = Caller { purpose, node: me, lane, identity, epoch };
                 let stream = connect_unless(line.alarm(), &to, caller, credentials, deadline);
                 let stream = stream.map_err(|e| {
@@ -282,14 +324,14 @@ impl Opening<'_> {
     fn await_callers(
         &self,
         nodes: &[NodeId],
+        lanes: &[LaneId],
         arrivals: &Receiver<Arrival>,
         deadline: Instant,
         links: &mut [Links],
     ) -> Result<(), Error> {
         let cluster = &self.book.cluster;
-        let lanes = || cluster.lane_ids();
         let mut awaited: BTreeSet<(NodeId, LaneId)> =
-            nodes.iter().flat_map(|&node| lanes().map(move |lane| (node, lane))).collect();
+            nodes.iter().flat_map(|&node| lanes.iter().map(move |&lane| (node, lane))).collect();
         while !awaited.is_empty() {
             if let Some(trouble) = self.line.trouble() {
                 return Err(trouble);
@@ -298,7 +340,9 @@ impl Opening<'_> {
             match arrivals.recv_timeout(left.min(GLANCE)) {
                 // A second connection for the same lane is a caller that was cut off and tried
                 // again.
-                Ok((hello, mut stream)) if nodes.contains(&hello.node) => {
+                Ok((hello, mut stream))
+                    if nodes.contains(&hello.node) && lanes.contains(&hello.lane) =>
+                {
                     let Some(lane) = links.get_mut(hello.lane.index()) else { continue };
                     lane.retain(|(node, _)| *node != hello.node);
                     stream.set_deadline(Some(deadline));
@@ -323,6 +367,18 @@ impl Opening<'_> {
 
     fn link_to(&self, node: NodeId) -> impl FnOnce(std::io::Error) -> Error + use<> {
         Error::io(format!("link to {}", self.book.cluster.name(node)))
+    }
+}
+
+/// Says what ports carry: on worker 0 for all nodes, if they hold unequal shards.
+fn tell_ports(book: &Book, me: NodeId) {
+    let (cluster, lanes) = (&book.cluster, book.cluster.lanes());
+    let Some(port) = cluster.ports().get(me.index()) else { return };
+    tracing::debug!(rate = %port.rate, lanes, "what this node's port carries");
+    if me == NodeId(0)
+        && let Some(words) = tell_shares(cluster)
+    {
+        tracing::info!("{words}");
     }
 }
 
@@ -371,7 +427,8 @@ const NEWS: Duration = Duration::from_secs(1);
 mod tests {
     use super::*;
 
-    const OURS: RunFacts = RunFacts { identity: JobId([3; 16]), epoch: Epoch(1), lanes: 2 };
+    const OURS: RunFacts =
+        RunFacts { identity: JobId([3; 16]), epoch: Epoch(1), lanes: 2, draft: false };
 
     fn hello(identity: JobId, epoch: Epoch, lane: u16) -> Hello {
         let (purpose, node, lane) = (Purpose::Lane, NodeId(1), LaneId(lane));
@@ -391,6 +448,29 @@ mod tests {
         run.connected();
         assert_eq!(judge(OURS.identity, 1, 1), Err(Status::Node));
         assert_eq!(judge(OURS.identity, 2, 1), Err(Status::Run));
+    }
+
+    #[test]
+    fn callers_of_a_lane_that_may_be_in_the_complete_book_wait_for_it() {
+        let draft = RunFacts { lanes: 1, draft: true, ..OURS };
+        for (outcome, verdicts) in [
+            (Some(OURS), [Ok(()), Err(Status::Lane)]),
+            (None, [Err(Status::NoBook), Err(Status::NoBook)]),
+        ] {
+            let run = Arc::new(Run::default());
+            let closing = Closing(run.clone());
+            run.set(RunState::Opening(draft));
+            assert_eq!(run.admit(&hello(OURS.identity, OURS.epoch, 0)), Ok(()));
+            let callers = [1, 2].map(|lane| {
+                let run = run.clone();
+                std::thread::spawn(move || run.admit(&hello(OURS.identity, OURS.epoch, lane)))
+            });
+            if let Some(facts) = outcome {
+                run.set(RunState::Opening(facts));
+            }
+            drop(closing);
+            assert_eq!(callers.map(|caller| caller.join().unwrap()), verdicts);
+        }
     }
 
     #[test]

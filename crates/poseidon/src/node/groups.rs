@@ -3,7 +3,7 @@
 use super::Node;
 use crate::collectives::Group;
 use crate::job::book::Job;
-use crate::job::config::{Config, Member};
+use crate::job::config::{Config, LinkRate, Member};
 use crate::job::line::JobState;
 use crate::job::open::Channel;
 use crate::{ChunkSize, Coordinator, Error, Optimizer, Placement, Policy};
@@ -37,7 +37,9 @@ impl Group {
             scheme: Policy::Auto,
             batch: None,
         };
-        let config = Config { lanes: 1, ..config.clone() };
+        // A group has one lane and no shards, so the speed of ports decides nothing.
+        let (lanes_by_rate, link_rate) = (false, LinkRate::Unknown);
+        let config = Config { lanes: 1, lanes_by_rate, link_rate, ..config.clone() };
         let node = Node::start(&config, Some(job), coordinator)?;
         let ranks = (0..size).map(NodeId).collect();
         let id = ChannelId::FIRST;

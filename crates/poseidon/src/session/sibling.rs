@@ -23,6 +23,8 @@ impl Session {
         let id = self.open_channel(name, Some(&job))?;
         let workers = node.config.workers;
         let cluster = Cluster::new(workers, Servers::Colocated, node.book.cluster.lanes())?;
+        let ports = node.book.cluster.ports().iter().take(workers.into());
+        let cluster = cluster.with_ports(ports.copied().collect())?;
         let nodes = node.book.nodes[..usize::from(workers)].to_vec();
         let (identity, epoch) = (node.book.identity, Epoch::FIRST);
         let book = Arc::new(Book { version: BOOK_VERSION, identity, epoch, cluster, nodes, job });

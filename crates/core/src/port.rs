@@ -1,0 +1,222 @@
+//! What a node's port to the network carries, and what follows for the number of lanes.
+
+use serde::{Deserialize, Serialize};
+use std::{fmt, str::FromStr};
+
+/// What a port carries each way, in bits per second.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(into = "u64", try_from = "u64")]
+pub struct Rate(u64);
+
+/// The port of a node.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Port {
+    /// The port's number. Nodes of one host share a port, and so have the same number.
+    pub number: u16,
+    /// What the port carries.
+    pub rate: Rate,
+}
+
+impl Rate {
+    /// `bits` per second. `None` if no network is that slow or that fast.
+    pub fn new(bits: u64) -> Option<Self> {
+        (LEAST..=MOST).contains(&bits).then_some(Self(bits))
+    }
+
+    /// The rate nearest to `bits` per second that a network can have.
+    pub fn nearest(bits: f64) -> Self {
+        // The conversion of what is too large, or infinite, stops at the limit.
+        Self((bits.round() as u64).clamp(LEAST, MOST))
+    }
+
+    /// The rate at which `bytes` take `seconds`.
+    pub fn of(bytes: u64, seconds: f64) -> Self {
+        Self::nearest(bytes as f64 * 8.0 / seconds)
+    }
+
+    /// Bits per second.
+    pub fn bits(self) -> u64 {
+        self.0
+    }
+}
+
+/// Makes rates equal that are nearly so: measurements of equal ports differ by chance.
+///
+/// The fastest rate and all that are at least four fifths of it become one, which is their median. So
+/// do the fastest of the others and those near it, and so on.
+pub fn merge_rates(rates: &mut [Rate]) {
+    let mut order: Vec<usize> = (0..rates.len()).collect();
+    order.sort_by_key(|&i| std::cmp::Reverse(rates[i]));
+    let mut rest = &order[..];
+    while let Some(&fastest) = rest.first() {
+        let near = |&i: &usize| u128::from(rates[i].0) * 5 >= u128::from(rates[fastest].0) * 4;
+        let (class, slower) = rest.split_at(rest.iter().take_while(|i| near(i)).count());
+        let median = rates[class[class.len() / 2]];
+        class.iter().for_each(|&i| rates[i] = median);
+        rest = slower;
+    }
+}
+
+/// The lanes that ports of `rate` need, if there are cores for `most`.
+///
+/// Up to 2.5 Gbit/s it is one: more lanes would only add connections, which begin slowly and meet in
+/// the switch's queue (ADR 0011). Above, it is a lane for every 5 Gbit/s, and two at least. One lane
+/// carried 14 Gbit/s between two idle nodes, and eight lanes 5 Gbit/s each; a lane beside threads
+/// that compute has half a core.
+pub fn lanes_for(rate: Rate, most: u16) -> u16 {
+    let needed = match rate.0 {
+        // A measurement of 2.5 Gbit/s may be a little above it.
+        bits if bits <= 2_750_000_000 => 1,
+        bits => bits.div_ceil(5_000_000_000).max(2),
+    };
+    needed.min(u64::from(most.max(1))) as u16
+}
+
+/// What a measurement over one connection says of a port, in two significant digits.
+///
+/// Above 11 Gbit/s the measurement may be of the cores and not of the port, so such a port counts as
+/// one of 40 Gbit/s: the cores decide how many lanes it has, and chance makes no port slower than
+/// another.
+pub fn judge_measured(rate: Rate) -> Rate {
+    if rate.0 > 11_000_000_000 {
+        return Rate(40_000_000_000);
+    }
+    let mut unit = 1;
+    while rate.0 / unit >= 100 {
+        unit *= 10;
+    }
+    Rate((rate.0 + unit / 2) / unit * unit)
+}
+
+impl From<Rate> for u64 {
+    fn from(rate: Rate) -> Self {
+        rate.0
+    }
+}
+
+impl TryFrom<u64> for Rate {
+    type Error = String;
+
+    fn try_from(bits: u64) -> Result<Self, String> {
+        Self::new(bits).ok_or_else(|| format!("no network has {bits} bit/s: expected {RANGE}"))
+    }
+}
+
+impl fmt::Display for Rate {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let bits = self.0 as f64;
+        let (value, unit) = match bits {
+            bits if bits < 1e6 => (bits / 1e3, "kbit/s"),
+            bits if bits < 1e9 => (bits / 1e6, "Mbit/s"),
+            bits if bits < 1e12 => (bits / 1e9, "Gbit/s"),
+            bits => (bits / 1e12, "Tbit/s"),
+        };
+        // Three digits, without zeros that say nothing.
+        let decimals = if value < 9.995 { 2 } else { usize::from(value < 99.95) };
+        let text = format!("{value:.decimals$}");
+        let text =
+            if decimals > 0 { text.trim_end_matches('0').trim_end_matches('.') } else { &text };
+        write!(f, "{text} {unit}")
+    }
+}
+
+/// As people write it: `10gbit`, `200mbit`, `25GbE`, `1 Gbit/s`.
+impl FromStr for Rate {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let wrong = |why: &str| format!("{why}; write it like 10gbit, 200mbit or 25GbE");
+        let end = text.find(|c: char| !(c.is_ascii_digit() || ".-+".contains(c)));
+        let (number, unit) = text.split_at(end.unwrap_or(text.len()));
+        let number: f64 =
+            number.parse().map_err(|_| wrong(&format!("'{text}' does not begin with a number")))?;
+        let unit = unit.trim().to_ascii_lowercase();
+        let factor = match unit.strip_suffix("/s").unwrap_or(&unit) {
+            "kbit" | "kbps" => 1e3,
+            "mbit" | "mbps" => 1e6,
+            "gbit" | "gbps" | "gbe" => 1e9,
+            "tbit" | "tbps" | "tbe" => 1e12,
+            "" => return Err(wrong(&format!("'{text}' has no unit"))),
+            _ => return Err(wrong(&format!("'{unit}' is not a unit of bandwidth"))),
+        };
+        // What is negative or too large for the type is outside of the range too.
+        let bits = (number * factor).round() as u64;
+        Self::new(bits).ok_or_else(|| wrong(&format!("no network has {text}: expected {RANGE}")))
+    }
+}
+
+/// A modem, and more than any link there is: what lies outside is a slip of the pen.
+const LEAST: u64 = 10_000;
+const MOST: u64 = 100_000_000_000_000;
+const RANGE: &str = "10 kbit/s to 100 Tbit/s";
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn rates<const N: usize>(mbit: [u64; N]) -> [Rate; N] {
+        mbit.map(|mbit| Rate(mbit * 1_000_000))
+    }
+
+    #[test]
+    fn rates_are_read_as_people_write_them_and_travel_as_bits() {
+        for (text, bits, shown) in [
+            ("100mbit", 100_000_000, "100 Mbit/s"),
+            ("2.5Gbps", 2_500_000_000, "2.5 Gbit/s"),
+            ("1 Gbit/s", 1_000_000_000, "1 Gbit/s"),
+            ("25GbE", 25_000_000_000, "25 Gbit/s"),
+        ] {
+            let rate: Rate = text.parse().unwrap();
+            assert_eq!((rate.bits(), &*rate.to_string()), (bits, shown));
+            assert_eq!(serde_json::to_string(&rate).unwrap(), bits.to_string());
+        }
+        for nonsense in ["", "fast", "-1gbit", "10", "1kbit", "1e30gbit"] {
+            assert!(nonsense.parse::<Rate>().unwrap_err().contains("10gbit"), "{nonsense}");
+        }
+        let error = serde_json::from_str::<Rate>("7").unwrap_err().to_string();
+        assert!(error.contains("no network has 7 bit/s"), "{error}");
+        assert_eq!(Rate::of(1000, 0.0).bits(), MOST);
+        assert_eq!(Rate::of(125_000_000, 1.0).to_string(), "1 Gbit/s");
+    }
+
+    #[test]
+    fn what_chance_made_unequal_is_made_equal() {
+        let merged = |mut rates: Vec<Rate>| {
+            merge_rates(&mut rates);
+            rates.into_iter().map(|rate| rate.bits() / 1_000_000).collect::<Vec<_>>()
+        };
+        assert_eq!(merged(rates([941, 873, 96, 938, 89]).to_vec()), [938, 938, 89, 938, 89]);
+        assert_eq!(merged(rates([125, 125, 1234]).to_vec()), [125, 125, 1234]);
+        // Four fifths are near, less is not.
+        assert_eq!(merged(rates([1000, 800, 799]).to_vec()), [800, 800, 799]);
+    }
+
+    #[test]
+    fn lanes_follow_the_speed() {
+        let lanes = |mbit, most| lanes_for(rates([mbit])[0], most);
+        let all = [100, 940, 2_500, 9_400, 10_000, 25_000, 37_000, 100_000];
+        assert_eq!(all.map(|mbit| lanes(mbit, 8)), [1, 1, 1, 2, 2, 5, 8, 8]);
+        assert_eq!(all.map(|mbit| lanes(mbit, 2)), [1, 1, 1, 2, 2, 2, 2, 2]);
+        assert_eq!(lanes(40_000, 0), 1);
+        // One connection between fast ports measures the cores.
+        let judged = |mbit| judge_measured(rates([mbit])[0]).bits() / 1_000_000;
+        assert_eq!([96, 938, 9_449, 13_000, 22_000].map(judged), [96, 940, 9_400, 40_000, 40_000]);
+    }
+
+    proptest! {
+        #[test]
+        fn merging_keeps_the_order_and_no_rate_changes_much(
+            mut all in proptest::collection::vec(1_000_000u64..50_000_000_000, 1..20),
+        ) {
+            all.sort_unstable();
+            let mut rates: Vec<_> = all.iter().map(|&bits| Rate(bits)).collect();
+            merge_rates(&mut rates);
+            prop_assert!(rates.is_sorted());
+            for (rate, bits) in rates.iter().zip(all) {
+                let ratio = rate.bits() as f64 / bits as f64;
+                prop_assert!((0.8..=1.25).contains(&ratio), "{bits} became {rate}");
+            }
+        }
+    }
+}

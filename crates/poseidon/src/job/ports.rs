@@ -1,0 +1,280 @@
+//! What the coordinator makes of the nodes' ports: who measures, and what follows from it. Without
+//! sockets.
+
+use crate::job::control::{Asker, Join, Message, Reply};
+use crate::job::link_rate::{LANES_IN_DOUBT, LinkRate, Measured, ROUNDS};
+use crate::job::rounds::{Posted, Rounds, deadline};
+use poseidon_core::cluster::ClusterError;
+use poseidon_core::port::{judge_measured, lanes_for, merge_rates};
+use poseidon_core::{Cluster, NodeId, Port, Rate};
+use std::collections::BTreeMap;
+use std::time::Instant;
+
+/// What nodes have said of their ports when they joined.
+#[derive(Debug)]
+pub(crate) struct Claims {
+    /// By node.
+    rates: Vec<LinkRate>,
+    /// By node: the number of its host.
+    hosts: Vec<u16>,
+    /// Worker 0's number of lanes.
+    lanes: u16,
+    /// Whether that is only the most.
+    lanes_by_rate: bool,
+}
+
+impl Claims {
+    /// `joins` are of all nodes, in the order of their ids.
+    pub(crate) fn new<'a>(joins: impl Iterator<Item = &'a Join> + Clone) -> Self {
+        let mut numbers = BTreeMap::new();
+        let mut number = |host: &'a str| {
+            let next = numbers.len() as u16;
+            *numbers.entry(host).or_insert(next)
+        };
+        let first = joins.clone().next();
+        Self {
+            rates: joins.clone().map(|join| join.link_rate).collect(),
+            hosts: joins.map(|join| number(&join.facts.host)).collect(),
+            lanes: first.map_or(1, |join| join.lanes),
+            lanes_by_rate: first.is_some_and(|join| join.lanes_by_rate),
+        }
+    }
+
+    /// The nodes that measure, one for each host: its first worker, or its first server. Empty if
+    /// nothing is to be measured.
+    pub(crate) fn probers(&self) -> Vec<NodeId> {
+        let unknown = self.rates.contains(&LinkRate::Unknown);
+        let all_given = self.rates.iter().all(|rate| matches!(rate, LinkRate::Given(_)));
+        let hosts = self.hosts.iter().max().map_or(0, |last| last + 1);
+        if unknown || all_given || hosts < 2 {
+            return Vec::new();
+        }
+        // Workers have the lower ids.
+        let first = |host| self.hosts.iter().position(|of| *of == host);
+        (0..hosts).filter_map(first).map(|node| NodeId(node as u16)).collect()
+    }
+
+    /// `cluster` as it is while ports are measured: with the lanes that it has in any case.
+    pub(crate) fn draft(&self, cluster: Cluster) -> Result<Cluster, ClusterError> {
+        cluster.with_lanes(if self.lanes_by_rate { 1 } else { self.lanes })
+    }
+
+    /// `cluster` with its ports and lanes, when `seen` has what was measured: who sent to whom, and
+    /// how fast.
+    ///
+    /// Of each way through a port the fastest counts, and of the two ways the slower one: layers
+    /// need both alike. A node whose rate is given has a port of its own. A port that was not
+    /// measured counts as the fastest one.
+    pub(crate) fn settle(
+        &self,
+        cluster: Cluster,
+        seen: &[(NodeId, NodeId, Rate)],
+    ) -> Result<Cluster, ClusterError> {
+        // Ports are numbered in the order of their first nodes.
+        let mut numbers: BTreeMap<(u16, Option<usize>), u16> = BTreeMap::new();
+        let mut rates: Vec<Option<Rate>> = Vec::new();
+        let mut ports = Vec::new();
+        for (node, (claim, &host)) in self.rates.iter().zip(&self.hosts).enumerate() {
+            let (own, given) = match claim {
+                LinkRate::Given(rate) => (Some(node), Some(*rate)),
+                LinkRate::Measured | LinkRate::Unknown => (None, None),
+            };
+            let next = rates.len() as u16;
+            let number = *numbers.entry((host, own)).or_insert(next);
+            if number == next {
+                let here = |end: NodeId| self.hosts.get(end.index()) == Some(&host);
+                let out = seen.iter().filter(|(from, ..)| here(*from)).map(|seen| seen.2).max();
+                let back = seen.iter().filter(|(_, to, _)| here(*to)).map(|seen| seen.2).max();
+                let measured = out.into_iter().chain(back).min().map(judge_measured);
+                rates.push(given.or(measured));
+            }
+            ports.push(number);
+        }
+        let Some(fastest) = rates.iter().flatten().copied().max() else {
+            let doubt = if self.lanes_by_rate { LANES_IN_DOUBT } else { self.lanes };
+            return cluster.with_lanes(self.lanes.min(doubt));
+        };
+        let mut rates: Vec<Rate> = rates.into_iter().map(|rate| rate.unwrap_or(fastest)).collect();
+        merge_rates(&mut rates);
+        // The slowest port is everybody's bound: more lanes than it needs gain nothing.
+        let slowest = rates.iter().copied().min().unwrap_or(fastest);
+        let by_rate = lanes_for(slowest, self.lanes);
+        let lanes = if self.lanes_by_rate { by_rate } else { self.lanes };
+        let port = |number: u16| Port { number, rate: rates[usize::from(number)] };
+        cluster.with_lanes(lanes)?.with_ports(ports.into_iter().map(port).collect())
+    }
+}
+
+/// A measurement under way.
+#[derive(Debug)]
+pub(crate) struct Measuring {
+    pub(crate) claims: Claims,
+    pub(crate) probers: Vec<NodeId>,
+    pub(crate) rounds: Rounds<Option<(NodeId, Rate)>>,
+    /// What has been measured.
+    seen: Vec<(NodeId, NodeId, Rate)>,
+}
+
+/// What follows from a node's post.
+#[derive(Debug)]
+pub(crate) enum Step {
+    /// Somebody has to be told something, or nobody.
+    Tell(Vec<Reply>),
+    /// The measurement is over. These nodes wait for the book.
+    Settled(Vec<Asker>),
+}
+
+impl Measuring {
+    pub(crate) fn new(claims: Claims, probers: Vec<NodeId>) -> Self {
+        Self { claims, probers, rounds: Rounds::default(), seen: Vec::new() }
+    }
+
+    /// What has been measured.
+    pub(crate) fn seen(&self) -> &[(NodeId, NodeId, Rate)] {
+        &self.seen
+    }
+
+    /// A node has posted. Those that measure post every round, and the others the last one.
+    pub(crate) fn handle_post(
+        &mut self,
+        cluster: &Cluster,
+        asker: Asker,
+        post: Measured,
+        now: Instant,
+    ) -> Step {
+        let Measured { node, round, sent, patience_ms } = post;
+        let members = match round {
+            ROUNDS => cluster.node_ids().collect(),
+            _ => self.probers.clone(),
+        };
+        let refuse = |why: String| Step::Tell(vec![Reply::refusal(asker, why)]);
+        if round > ROUNDS || !members.contains(&node) {
+            let name = cluster.name(node);
+            return refuse(format!("{name} has no part in round {round} of measuring"));
+        }
+        let posted = Posted { node, asker, value: sent, deadline: deadline(now, patience_ms) };
+        match self.rounds.post(&round.to_string(), members, posted) {
+            Err(_) => refuse(format!("{} has measured round {round} already", cluster.name(node))),
+            Ok(None) => Step::Tell(Vec::new()),
+            Ok(Some(complete)) => {
+                let sent = complete
+                    .posts
+                    .iter()
+                    .filter_map(|(from, (_, sent))| sent.map(|(to, rate)| (*from, to, rate)));
+                self.seen.extend(sent);
+                match round {
+                    ROUNDS => Step::Settled(complete.posts.values().map(|(a, _)| *a).collect()),
+                    _ => Step::Tell(complete.answer(&Message::Proceed)),
+                }
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use poseidon_core::Servers;
+
+    fn rate(mbit: u64) -> Rate {
+        Rate::new(mbit * 1_000_000).unwrap()
+    }
+
+    fn claims(rates: &[LinkRate], hosts: &[u16]) -> Claims {
+        Claims { rates: rates.to_vec(), hosts: hosts.to_vec(), lanes: 8, lanes_by_rate: true }
+    }
+
+    fn settled(claims: &Claims, seen: &[(u16, u16, u64)]) -> Cluster {
+        let seen: Vec<_> =
+            seen.iter().map(|&(from, to, mbit)| (NodeId(from), NodeId(to), rate(mbit))).collect();
+        let workers = claims.rates.len() as u16;
+        claims.settle(Cluster::new(workers, Servers::Colocated, 1).unwrap(), &seen).unwrap()
+    }
+
+    fn ports(cluster: &Cluster) -> Vec<(u16, u64)> {
+        cluster.ports().iter().map(|port| (port.number, port.rate.bits() / 1_000_000)).collect()
+    }
+
+    #[test]
+    fn one_node_of_each_host_measures_if_there_is_something_to_measure() {
+        use LinkRate::{Given, Measured, Unknown};
+        let probers = |rates: &[LinkRate], hosts: &[u16]| -> Vec<u16> {
+            claims(rates, hosts).probers().into_iter().map(|node| node.0).collect()
+        };
+        assert_eq!(probers(&[Measured; 4], &[0, 1, 0, 2]), [0, 1, 3]);
+        assert_eq!(probers(&[Measured; 3], &[0, 0, 0]), [0u16; 0]);
+        assert_eq!(probers(&[Measured, Unknown], &[0, 1]), [0u16; 0]);
+        assert_eq!(probers(&[Given(rate(10)); 2], &[0, 1]), [0u16; 0]);
+        assert_eq!(probers(&[Given(rate(10)), Measured], &[0, 1]), [0, 1]);
+    }
+
+    /// Node 2 has the slow port: all that it sends and receives is slow. Its partners are fast with
+    /// others.
+    #[test]
+    fn a_port_carries_the_fastest_that_came_through_it() {
+        let claims = claims(&[LinkRate::Measured; 4], &[0, 1, 2, 3]);
+        let first = [(0, 1, 938), (1, 2, 95), (2, 3, 96), (3, 0, 890)];
+        let second = [(0, 2, 91), (2, 0, 94), (1, 3, 902), (3, 1, 912)];
+        let cluster = settled(&claims, &[first, second].concat());
+        assert_eq!(ports(&cluster), [(0, 900), (1, 900), (2, 95), (3, 900)]);
+        assert_eq!(cluster.lanes(), 1);
+        // What comes in as fast as anywhere and leaves slowly is slow.
+        let cluster = settled(&claims, &[(0, 1, 900), (1, 2, 900), (2, 3, 90), (3, 0, 900)]);
+        assert_eq!(ports(&cluster), [(0, 900), (1, 900), (2, 90), (3, 90)]);
+    }
+
+    #[test]
+    fn nodes_of_one_host_share_a_port_unless_a_rate_is_given() {
+        use LinkRate::{Given, Measured};
+        let given = Given(rate(100));
+        let claims = claims(&[Measured, Measured, given, Measured], &[0, 1, 0, 0]);
+        let cluster = settled(&claims, &[(0, 1, 10_000), (1, 0, 9_000)]);
+        assert_eq!(ports(&cluster), [(0, 9_000), (1, 9_000), (2, 100), (0, 9_000)]);
+    }
+
+    #[test]
+    fn lanes_are_by_the_slowest_port_unless_they_are_told() {
+        let mut claims = claims(&[LinkRate::Measured; 2], &[0, 1]);
+        let lanes = |claims: &Claims, mbit| settled(claims, &[(0, 1, mbit)]).lanes();
+        assert_eq!([940, 9_400, 13_000].map(|mbit| lanes(&claims, mbit)), [1, 2, 8]);
+        assert_eq!(claims.draft(settled(&claims, &[])).unwrap().lanes(), 1);
+        claims.lanes = 4;
+        assert_eq!([940, 9_400, 13_000].map(|mbit| lanes(&claims, mbit)), [1, 2, 4]);
+        // Nothing is known.
+        assert_eq!(settled(&claims, &[]).lanes(), 2);
+        assert_eq!(ports(&settled(&claims, &[])), []);
+        claims.lanes_by_rate = false;
+        assert_eq!(lanes(&claims, 940), 4);
+        assert_eq!(claims.draft(settled(&claims, &[])).unwrap().lanes(), 4);
+    }
+
+    #[test]
+    fn the_book_waits_for_all_nodes_and_a_round_for_those_that_measure() {
+        let claims = claims(&[LinkRate::Measured; 3], &[0, 1, 1]);
+        let cluster = Cluster::new(3, Servers::Colocated, 1).unwrap();
+        let probers = claims.probers();
+        let mut measuring = Measuring::new(claims, probers);
+        let mut post = |node: u16, round: u8, sent: Option<(NodeId, Rate)>| {
+            let asker = Asker { connection: node.into(), request: None };
+            let post = Measured { node: NodeId(node), round, sent, patience_ms: 1000 };
+            match measuring.handle_post(&cluster, asker, post, Instant::now()) {
+                Step::Tell(replies) => replies
+                    .into_iter()
+                    .map(|reply| reply.body.value()["type"].as_str().unwrap().to_owned())
+                    .collect(),
+                Step::Settled(askers) => vec![format!("settled for {}", askers.len())],
+            }
+        };
+        assert_eq!(post(0, 0, None), [""; 0]);
+        assert_eq!(post(2, 0, None), ["refused"]);
+        assert_eq!(post(0, 0, None), ["refused"]);
+        assert_eq!(post(1, 0, None), ["proceed"; 2]);
+        assert_eq!(post(2, 3, None), [""; 0]);
+        assert_eq!(post(0, 1, Some((NodeId(1), rate(7)))), [""; 0]);
+        assert_eq!(post(1, 1, None), ["proceed"; 2]);
+        assert_eq!(post(1, 4, None), ["refused"]);
+        assert_eq!(post(1, 3, None), [""; 0]);
+        assert_eq!(post(0, 3, None), ["settled for 3"]);
+        assert_eq!(measuring.seen(), [(NodeId(0), NodeId(1), rate(7))]);
+    }
+}

@@ -1,0 +1,408 @@
+//! Measures what the ports of several hosts carry, over the links of lane 0, before any engine has
+//! them.
+//!
+//! One node of each host takes part. In every round it sends to the node that is some places further
+//! on, and receives from the one as far back, so that all ports are used both ways at once. What is
+//! sent are trains of bytes, each twice as long as the one before, until one takes long enough to be
+//! judged. The time of a train ends when its acknowledgement comes, so a node that is kept waiting
+//! makes a port look slower, never faster, and of several rounds the fastest counts.
+
+use crate::Error;
+use crate::job::book::Book;
+use crate::job::line::ControlLine;
+use crate::job::link_rate::ROUNDS;
+use mio::{Events, Poll, Token};
+use poseidon_core::wire::{Header, Kind};
+use poseidon_core::{ChunkKey, Clock, LayerId, NodeId, Rate};
+use poseidon_link::Link;
+use std::collections::VecDeque;
+use std::io::{ErrorKind, IoSlice, IoSliceMut};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+/// One lane's links, by the node at the other end.
+pub(crate) type Links = Vec<(NodeId, Box<dyn Link>)>;
+
+/// What it takes to measure.
+pub(crate) struct Probe<'a> {
+    pub(crate) me: NodeId,
+    /// The draft of the book.
+    pub(crate) book: &'a Book,
+    /// The nodes that take part.
+    pub(crate) probers: &'a [NodeId],
+    pub(crate) line: &'a ControlLine,
+    /// How long this node waits for the others in each round.
+    pub(crate) patience: Duration,
+}
+
+impl Probe<'_> {
+    /// Takes part in all rounds, if this node does. Returns the complete book.
+    pub(crate) fn measure(&self, links: &mut Links) -> Result<Arc<Book>, Error> {
+        let mut sent = None;
+        if let Some(place) = self.probers.iter().position(|node| *node == self.me) {
+            for round in 0..ROUNDS {
+                self.line.measured(round, sent, self.patience)?;
+                sent = self.round(place, round, links)?;
+            }
+        }
+        let book = self.line.measured(ROUNDS, sent, self.patience)?;
+        book.ok_or_else(|| Error::Config("the coordinator did not complete the book".into()))
+    }
+
+    /// One round. Returns to whom this node has sent, and how fast.
+    fn round(
+        &self,
+        place: usize,
+        round: u8,
+        links: &mut Links,
+    ) -> Result<Option<(NodeId, Rate)>, Error> {
+        let count = self.probers.len();
+        let shift = 1 + usize::from(round) * (count - 1) / usize::from(ROUNDS);
+        let to = self.probers[(place + shift) % count];
+        let from = self.probers[(place + count - shift) % count];
+        // Dedicated servers have no links to each other.
+        let mut ends: Vec<End<'_>> = Vec::new();
+        for (node, link) in links.iter_mut().filter(|(node, _)| *node == to || *node == from) {
+            let train = (*node == to).then(|| Train::new(0, Instant::now()));
+            ends.push(End::new((self.me, *node), &mut **link, train, *node == from));
+        }
+        let deadline = Instant::now() + self.patience;
+        let mut poll = Poll::new().map_err(Error::io("measuring ports"))?;
+        for (token, end) in ends.iter_mut().enumerate() {
+            let registered = end.link.register(poll.registry(), Token(token));
+            registered.map_err(self.trouble_with(end.node))?;
+        }
+        let mut events = Events::with_capacity(ends.len().max(1));
+        loop {
+            for end in &mut ends {
+                end.advance(Instant::now()).map_err(self.trouble_with(end.node))?;
+            }
+            let Some(behind) = ends.iter().find(|end| !end.is_done()) else { break };
+            if let Some(trouble) = self.line.trouble() {
+                return Err(trouble);
+            }
+            if Instant::now() >= deadline {
+                let nodes = vec![self.book.cluster.name(behind.node)];
+                return Err(Error::Unmeasured { nodes, waited: self.patience });
+            }
+            match poll.poll(&mut events, Some(GLANCE)) {
+                Err(e) if e.kind() == ErrorKind::Interrupted => continue,
+                polled => polled.map_err(Error::io("measuring ports"))?,
+            }
+            for event in &events {
+                let end = &mut ends[event.token().0];
+                end.link.handle_ready().map_err(self.trouble_with(end.node))?;
+            }
+        }
+        Ok(ends.iter().find_map(|end| Some((end.node, end.rate?))))
+    }
+
+    fn trouble_with(&self, node: NodeId) -> impl FnOnce(std::io::Error) -> Error + use<> {
+        Error::io(format!("measuring the link to {}", self.book.cluster.name(node)))
+    }
+}
+
+/// What a probe frame says, in its header's chunk.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u32)]
+enum Word {
+    /// More of this train follows.
+    Piece = 0,
+    /// The train ends with this frame.
+    Last = 1,
+    /// The train has come.
+    Came = 2,
+    /// There will be no train any more.
+    Done = 3,
+}
+
+/// This node's end of a link that is measured.
+struct End<'a> {
+    me: NodeId,
+    node: NodeId,
+    link: &'a mut dyn Link,
+    /// The train that is under way, if this node sends.
+    train: Option<Train>,
+    /// How long an empty train takes: the second one. The other node may begin the round later, so
+    /// the first one says nothing.
+    round_trip: Option<Duration>,
+    /// Whether the first empty train has come.
+    met: bool,
+    /// What was measured.
+    rate: Option<Rate>,
+    /// Whether trains of the other node come, or may.
+    expects: bool,
+    /// Frames that go before the train's next one: their heads.
+    ahead: VecDeque<Word>,
+    /// The rest of the frame that is being written.
+    writing: Option<(Vec<u8>, usize)>,
+    head: [u8; Header::SIZE],
+    head_read: usize,
+    /// The payload that is still to come of the frame that is being read, and its word.
+    reading: Option<(usize, Word)>,
+}
+
+/// Bytes on their way to the other node, until they are acknowledged.
+struct Train {
+    bytes: usize,
+    /// Bytes that have not been given to a frame.
+    left: usize,
+    ended: bool,
+    began: Instant,
+}
+
+impl Train {
+    fn new(bytes: usize, now: Instant) -> Self {
+        Self { bytes, left: bytes, ended: false, began: now }
+    }
+}
+
+impl<'a> End<'a> {
+    /// The end of `link` from the first of the two nodes to the other.
+    fn new(
+        (me, node): (NodeId, NodeId),
+        link: &'a mut dyn Link,
+        train: Option<Train>,
+        expects: bool,
+    ) -> Self {
+        Self {
+            me,
+            node,
+            link,
+            train,
+            round_trip: None,
+            met: false,
+            rate: None,
+            expects,
+            ahead: VecDeque::new(),
+            writing: None,
+            head: [0; Header::SIZE],
+            head_read: 0,
+            reading: None,
+        }
+    }
+
+    fn is_done(&self) -> bool {
+        !self.expects && self.train.is_none() && self.ahead.is_empty() && self.writing.is_none()
+    }
+
+    /// Reads and writes until neither is possible.
+    fn advance(&mut self, now: Instant) -> std::io::Result<()> {
+        loop {
+            let read = self.read(now)?;
+            let written = self.write()?;
+            if !read && !written {
+                return Ok(());
+            }
+        }
+    }
+
+    /// Whether anything came. Nothing follows what this round awaits: the other node goes on only
+    /// when this one is done.
+    fn read(&mut self, now: Instant) -> std::io::Result<bool> {
+        if self.is_done() {
+            return Ok(false);
+        }
+        let mut scrap = [0; PIECE];
+        let count = match self.link.read(&mut [IoSliceMut::new(&mut scrap)]) {
+            Err(e) if e.kind() == ErrorKind::WouldBlock => return Ok(false),
+            Ok(0) => return Err(ErrorKind::UnexpectedEof.into()),
+            read => read?,
+        };
+        let mut bytes = &scrap[..count];
+        while !bytes.is_empty() {
+            if let Some((left, word)) = self.reading {
+                let taken = left.min(bytes.len());
+                bytes = &bytes[taken..];
+                self.reading = (left > taken).then_some((left - taken, word));
+                if left == taken && word == Word::Last {
+                    self.ahead.push_back(Word::Came);
+                }
+                continue;
+            }
+            let taken = bytes.len().min(Header::SIZE - self.head_read);
+            self.head[self.head_read..][..taken].copy_from_slice(&bytes[..taken]);
+            self.head_read += taken;
+            bytes = &bytes[taken..];
+            if self.head_read == Header::SIZE {
+                self.head_read = 0;
+                self.handle_head(now)?;
+            }
+        }
+        Ok(true)
+    }
+
+    fn handle_head(&mut self, now: Instant) -> std::io::Result<()> {
+        let wrong = |why: String| std::io::Error::new(ErrorKind::InvalidData, why);
+        let header = Header::decode(&self.head).map_err(|e| wrong(e.to_string()))?;
+        let length = header.length as usize;
+        let unexpected = || wrong(format!("expected a probe, got {header:?}"));
+        if header.kind != Kind::Probe || header.sender != self.node || length > PIECE {
+            return Err(unexpected());
+        }
+        match header.chunk.index {
+            0 if self.expects && length > 0 => self.reading = Some((length, Word::Piece)),
+            1 if self.expects && length > 0 => self.reading = Some((length, Word::Last)),
+            1 if self.expects => self.ahead.push_back(Word::Came),
+            2 if length == 0 => {
+                let train = self.train.take().filter(|train| train.ended);
+                self.judge(train.ok_or_else(unexpected)?, now);
+            }
+            3 if self.expects && length == 0 => self.expects = false,
+            _ => return Err(unexpected()),
+        }
+        Ok(())
+    }
+
+    /// A train has come. Decides whether another one goes.
+    fn judge(&mut self, train: Train, now: Instant) {
+        let took = now.saturating_duration_since(train.began);
+        let Some(round_trip) = self.round_trip else {
+            self.round_trip = self.met.then_some(took);
+            let bytes = if self.met { SHORTEST } else { 0 };
+            self.met = true;
+            self.train = Some(Train::new(bytes, now));
+            return;
+        };
+        let enough = LONG_ENOUGH + (round_trip * ROUND_TRIPS).min(LONGEST_WAIT);
+        if took < enough && train.bytes < LONGEST {
+            self.train = Some(Train::new(train.bytes * 2, now));
+            return;
+        }
+        let seconds = took.saturating_sub(round_trip).as_secs_f64();
+        self.rate = Some(Rate::of(train.bytes as u64, seconds));
+        self.ahead.push_back(Word::Done);
+    }
+
+    /// Whether anything was written.
+    fn write(&mut self) -> std::io::Result<bool> {
+        let Some((head, payload)) = self.writing.take().or_else(|| self.next_frame()) else {
+            return Ok(false);
+        };
+        let written = self.link.write(&[IoSlice::new(&head), IoSlice::new(&SCRAP[..payload])]);
+        let count = match written {
+            Err(e) if e.kind() == ErrorKind::WouldBlock => 0,
+            written => written?,
+        };
+        let of_payload = count.saturating_sub(head.len());
+        let rest = head[count.min(head.len())..].to_vec();
+        if !rest.is_empty() || payload > of_payload {
+            self.writing = Some((rest, payload - of_payload));
+        }
+        Ok(count > 0)
+    }
+
+    /// The next frame's head, and the length of its payload.
+    fn next_frame(&mut self) -> Option<(Vec<u8>, usize)> {
+        let (word, length) = match (self.ahead.pop_front(), &mut self.train) {
+            (Some(word), _) => (word, 0),
+            (None, Some(train)) if !train.ended => {
+                let length = train.left.min(PIECE);
+                train.left -= length;
+                train.ended = train.left == 0;
+                (if train.ended { Word::Last } else { Word::Piece }, length)
+            }
+            (None, _) => return None,
+        };
+        let header = Header {
+            chunk: ChunkKey { layer: LayerId(0), index: word as u32 },
+            clock: Clock(0),
+            ..Header::bare(Kind::Probe, self.me, length as u32)
+        };
+        Some((header.encode().to_vec(), length))
+    }
+}
+
+/// Bytes of a frame at most. Acknowledgements go between two frames.
+const PIECE: usize = 64 << 10;
+static SCRAP: [u8; PIECE] = [0; PIECE];
+/// The first train that is not empty. A switch may let as much pass at once, whatever its rate.
+const SHORTEST: usize = 128 << 10;
+/// No train is longer: 6.7 ms at 10 Gbit/s.
+const LONGEST: usize = 8 << 20;
+/// A train that takes this long, and this many round trips, is judged. At 1 Gbit/s it is of 1 MiB,
+/// and all trains of a round together take 17 ms.
+const LONG_ENOUGH: Duration = Duration::from_millis(5);
+const ROUND_TRIPS: u32 = 10;
+/// However long a round trip is, so many of them are not awaited.
+const LONGEST_WAIT: Duration = Duration::from_millis(100);
+/// How often a wait looks for bad news.
+const GLANCE: Duration = Duration::from_millis(100);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use poseidon_link::memory::{self, Shape, VirtualClock};
+
+    /// Both ends send to each other over a link of this rate. Returns what they measured, and how
+    /// long it took.
+    fn measure(mbit: u64, delay: Duration) -> ([Rate; 2], Duration) {
+        let clock = VirtualClock::new();
+        let bytes_per_second = Some(mbit * 1_000_000 / 8);
+        // All of a train fits, so that it does not go byte by byte as the other end makes room.
+        let capacity = 2 * LONGEST;
+        let shape = Shape { delay, bytes_per_second, capacity, ..Shape::default() };
+        let (mut a, mut b) = memory::pair(clock.clone(), shape);
+        let faults = a.faults();
+        let base = Instant::now();
+        let train = || Some(Train::new(0, base));
+        let mut ends = [
+            End::new((NodeId(0), NodeId(1)), &mut a, train(), true),
+            End::new((NodeId(1), NodeId(0)), &mut b, train(), true),
+        ];
+        let mut steps = 0;
+        while ends.iter().any(|end| !end.is_done()) {
+            steps += 1;
+            assert!(steps < 100_000, "no end after {:?}", clock.now());
+            ends.iter_mut().for_each(|end| end.advance(base + clock.now()).unwrap());
+            let next = faults.next_event().unwrap_or(clock.now());
+            clock.advance(next.saturating_sub(clock.now()));
+        }
+        let rates = ends.each_ref().map(|end| end.rate.unwrap());
+        // Nothing is left of the measurement: the links' engines begin with a clean stream.
+        for link in [&mut a, &mut b] {
+            let left = link.read(&mut [IoSliceMut::new(&mut [0; 1])]).unwrap_err();
+            assert_eq!(left.kind(), ErrorKind::WouldBlock);
+        }
+        (rates, clock.now())
+    }
+
+    #[test]
+    fn a_link_is_measured_as_fast_as_it_is() {
+        for (mbit, delay) in [(100, 0), (1000, 0), (1000, 100), (10_000, 30)] {
+            let (rates, took) = measure(mbit, Duration::from_micros(delay));
+            for rate in rates {
+                let ratio = rate.bits() as f64 / (mbit * 1_000_000) as f64;
+                assert!((0.75..1.02).contains(&ratio), "{rate} of {mbit} Mbit/s");
+            }
+            // In virtual time: bytes of all trains, both ways at once.
+            assert!(took < Duration::from_millis(50), "{took:?} at {mbit} Mbit/s");
+        }
+    }
+
+    #[test]
+    fn what_is_not_a_probe_is_refused() {
+        let (mut a, mut b) = memory::pair(VirtualClock::new(), Shape::default());
+        let mut end = End::new((NodeId(0), NodeId(1)), &mut a, None, true);
+        let refused = |end: &mut End<'_>, b: &mut dyn Link, header: Header| {
+            let bytes = header.encode();
+            let mut rest = &bytes[..];
+            while !rest.is_empty() {
+                rest = &rest[b.write(&[IoSlice::new(rest)]).unwrap()..];
+            }
+            end.advance(Instant::now()).unwrap_err().to_string()
+        };
+        let probe = |sender, length| Header::bare(Kind::Probe, NodeId(sender), length);
+        for header in [
+            Header::bare(Kind::Heartbeat, NodeId(1), 0),
+            probe(2, 8),
+            probe(1, PIECE as u32 + 1),
+            // There is no train to acknowledge.
+            Header { chunk: ChunkKey { layer: LayerId(0), index: 2 }, ..probe(1, 0) },
+            Header { chunk: ChunkKey { layer: LayerId(0), index: 9 }, ..probe(1, 0) },
+        ] {
+            let words = refused(&mut end, &mut b, header);
+            assert!(words.contains("expected a probe"), "{words}");
+        }
+    }
+}
