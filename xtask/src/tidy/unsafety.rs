@@ -33,6 +33,7 @@ const UNSAFE_FILES: &[(&str, &str)] = &[
     ("crates/link/src/past_cache.rs", "writes that do not pass through the cache"),
     ("crates/cli/src/orphan.rs", "a hook between fork and exec"),
     ("crates/cli/src/lab/namespace.rs", "namespaces, and a hook between fork and exec"),
+    ("crates/cli/src/lab/tap.rs", "a request to the kernel that makes a network interface"),
 ];
 
 /// How far above `unsafe` its proof may begin.
