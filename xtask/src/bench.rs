@@ -16,6 +16,7 @@ mod summary;
 mod targets;
 mod torch;
 mod train;
+mod weather;
 
 use anyhow::Result;
 use clap::Subcommand;
@@ -33,6 +34,8 @@ pub(crate) enum Bench {
     Train(train::Args),
     /// The simulator beside real runs on virtual clusters with pretended computing
     Scale(scale::Args),
+    /// An exchange over links with delay and loss, beside Gloo: one network namespace per node
+    Weather(weather::Args),
 }
 
 /// Runs one benchmark.
@@ -43,5 +46,6 @@ pub(crate) fn run(bench: &Bench) -> Result<()> {
         Bench::Torch(args) => torch::run(args),
         Bench::Train(args) => train::run(args),
         Bench::Scale(args) => scale::run(args),
+        Bench::Weather(args) => weather::run(args),
     }
 }

@@ -81,14 +81,38 @@ fn every_node_is_told_who_it_is_and_has_one_link() {
 }
 
 #[test]
-fn a_delay_the_kernel_cannot_make_is_refused_with_the_reason() {
-    if !can_make_namespaces() {
+fn links_are_as_long_and_as_bad_as_asked_for_and_sums_are_right() {
+    if !can_make_namespaces() || !can_make_taps() {
         return;
     }
-    let run = lab(&["-n", "2", "--delay", "1ms"], "true", &[]);
-    let netem = succeeds("sh", &["-c", &format!("{} sh -c '{NETEM}'", unshare().join(" "))]);
-    assert_eq!(run.code, Some(if netem { 0 } else { 1 }), "{run:?}");
-    assert!(netem || run.stderr.contains("sch_netem"), "{run:?}");
+    let poseidon = env!("CARGO_BIN_EXE_poseidon");
+    let exchange =
+        ["bench", "exchange", "--in-cluster", "--bytes", "1MB", "--iters", "2", "--json"];
+    let flags = ["-n", "3", "--rate", "200mbit", "--delay", "5ms", "--queue", "256kb", "--bytes"];
+    let faults = ["--loss", "1%", "--corrupt", "1%", "--reorder", "1%", "--seed", "7"];
+    // The exchange checks its sums. A damaged packet that got through would make a wrong one.
+    let run = lab(&[&flags[..], &faults].concat(), poseidon, &exchange);
+    assert_eq!(run.code, Some(0), "{run:?}");
+    let report = run.stdout.lines().find_map(|line| line.strip_prefix("[0] {")).unwrap();
+    let report: serde_json::Value = serde_json::from_str(&format!("{{{report}")).unwrap();
+    // A gradient goes one way and its sum the other: no machine is faster than that.
+    assert!(report["seconds"]["p10"].as_f64().unwrap() > 0.010, "{run:?}");
+
+    let line = run.stderr.lines().find_map(|line| line.split_once("the switch carried "));
+    let (_, line) = line.unwrap_or_else(|| panic!("{run:?}"));
+    let numbers: Vec<f64> =
+        line.split(|c: char| !c.is_ascii_digit()).filter_map(|word| word.parse().ok()).collect();
+    let [carried, lost, _overflowed, corrupted, ..] = numbers[..] else { panic!("{line}") };
+    // In five iterations, 4/3 MB to each of three nodes, in packets of 1448 bytes.
+    assert!(carried > 5.0 * 3.0 * 4.0 / 3.0 * 1_048_576.0 / 1448.0, "{line}");
+    // One in a hundred of at least 14,000: five standard deviations either way.
+    for chosen in [lost, corrupted] {
+        assert!((0.006..0.014).contains(&(chosen / carried)), "{line}");
+    }
+    let counted = run.stdout.lines().filter(|line| !line.starts_with('['));
+    let received: f64 =
+        counted.map(|line| line.split(' ').nth(2).unwrap().parse::<f64>().unwrap()).sum();
+    assert!(received > 5.0 * 4.0 * 1_048_576.0, "{run:?}");
 }
 
 #[test]
@@ -183,6 +207,8 @@ fn what_no_cluster_has_is_refused() {
         (["--nodes", "2", "--rate", "0gbit"], "no network has 0gbit"),
         (["--nodes", "2", "--rate", "fast"], "does not begin with a number"),
         (["--nodes", "2", "--delay", "soon"], "expected a time"),
+        (["--nodes", "2", "--loss", "0.1"], "expected a percentage"),
+        (["--nodes", "2", "--queue", "1kb"], "expected a size"),
     ];
     for (flags, words) in cases {
         let run = lab(&flags, "true", &[]);
@@ -222,6 +248,15 @@ fn can_make_namespaces() -> bool {
     possible
 }
 
+/// Where the lab's own switch gets its interfaces from.
+fn can_make_taps() -> bool {
+    let possible = fs::File::options().read(true).write(true).open("/dev/net/tun").is_ok();
+    if !possible {
+        skipped("/dev/net/tun, and the right to open it");
+    }
+    possible
+}
+
 /// How a shell would run something in a network of its own: as root, if that is possible.
 fn unshare() -> Vec<&'static str> {
     let root = succeeds("unshare", &[&["--net"][..], &LOOPBACK].concat());
@@ -256,8 +291,6 @@ fn namespaces_in_use() -> BTreeSet<String> {
 
 const AS_USER: [&str; 3] = ["--user", "--map-root-user", "--net"];
 const LOOPBACK: [&str; 5] = ["ip", "link", "set", "lo", "up"];
-const NETEM: &str =
-    "ip link add a type veth peer name b && tc qdisc add dev a root netem delay 1ms";
 /// Of this machine.
 const INTERFACES: &str = "/sys/class/net";
 const PATIENCE: Duration = Duration::from_secs(60);

@@ -34,6 +34,7 @@ const UNSAFE_FILES: &[(&str, &str)] = &[
     ("crates/cli/src/bench/payload/tensor.rs", "lends a tensor to a group"),
     ("crates/cli/src/orphan.rs", "a hook between fork and exec"),
     ("crates/cli/src/lab/namespace.rs", "namespaces, and a hook between fork and exec"),
+    ("crates/cli/src/lab/tap.rs", "a request to the kernel that makes a network interface"),
 ];
 
 /// How far above `unsafe` its proof may begin.

@@ -9,7 +9,7 @@ mod node;
 mod report;
 
 use crate::bandwidth::Bandwidth;
-use crate::lab::{Lab, LabSpec, MOST_NODES};
+use crate::lab::{Faults, Lab, LabSpec, MOST_NODES, QUEUE};
 use crate::launch::at_least_1;
 use crate::plan::{duration, positive};
 use crate::supervise::{self, Options};
@@ -140,7 +140,14 @@ fn measure(
     scheme: Policy,
     nodes: u16,
 ) -> anyhow::Result<Result<Vec<node::Seen>, ExitCode>> {
-    let spec = LabSpec { nodes, rate: case.rate, delay: case.delay, congestion: "cubic".into() };
+    let spec = LabSpec {
+        nodes,
+        rate: case.rate,
+        delay: case.delay,
+        congestion: "cubic".into(),
+        queue: QUEUE,
+        faults: Faults::default(),
+    };
     let lab = Lab::up(&spec)?;
     let program = std::env::current_exe().context("cannot find the poseidon command itself")?;
     let command = || {

@@ -4,12 +4,18 @@
 //! bridge in a namespace of its own. What leaves a node is held back at its own end, what arrives at
 //! the bridge's: queued, as in a switch, and dropped only when the queue is full.
 //!
+//! If the links have a delay or faults, there is no bridge: `eth0` is a tap, and a thread of this
+//! process is the switch. Kernels can do the same with `netem`, but many are built without it, and
+//! `netem` sees segments of 64 KB instead of frames.
+//!
 //! No namespace has a name and nothing is written anywhere: all of it is held by this process and by
 //! what it starts, and goes with them, however they end.
 
 use super::LabError;
 use super::iproute::Tool;
 use super::namespace::{self, Namespace};
+use super::switch::{Counts, Faults, Links, hardware_address};
+use super::switch_thread::SwitchThread;
 use crate::bandwidth::Bandwidth;
 use crate::supervise::{Process, Role};
 use poseidon::Secret;
@@ -28,14 +34,27 @@ pub(crate) struct LabSpec {
     pub(crate) delay: Duration,
     /// Of TCP between nodes, whatever the machine's own is.
     pub(crate) congestion: String,
+    /// Bytes that a port of the switch holds at most.
+    pub(crate) queue: u32,
+    /// What goes wrong on the way by chance.
+    pub(crate) faults: Faults,
 }
 
 /// A cluster that is up. It is down when this is dropped and the programs on it have ended.
 #[derive(Debug)]
 pub(crate) struct Lab {
-    switch: Namespace,
+    middle: Middle,
     nodes: Vec<Namespace>,
     secret: Secret,
+}
+
+/// What joins the nodes.
+#[derive(Debug)]
+enum Middle {
+    /// The kernel's bridge, in a namespace of its own.
+    Bridge(Namespace),
+    /// A thread, for links with delay or faults.
+    Switch(SwitchThread),
 }
 
 /// Bytes that a node's link has carried, with Ethernet, IP and TCP headers.
@@ -61,7 +80,15 @@ impl Lab {
         let namespace = || Namespace::new().map_err(LabError::refused);
         let nodes: Vec<_> = (0..spec.nodes).map(|_| namespace()).collect::<Result<_, _>>()?;
         let secret = Secret::random().map_err(LabError::refused)?;
-        let lab = Self { switch: namespace()?, nodes, secret };
+        let middle = if spec.delay.is_zero() && !spec.faults.any() {
+            Middle::Bridge(namespace()?)
+        } else {
+            let &LabSpec { rate, delay, queue, faults, .. } = spec;
+            let links = Links { rate, delay, queue, faults };
+            let switch = SwitchThread::start(&nodes, NIC, links);
+            Middle::Switch(switch.map_err(|source| LabError::Tap { source })?)
+        };
+        let lab = Self { middle, nodes, secret };
         lab.connect(spec)?;
         lab.limit(spec)?;
         Ok(lab)
@@ -90,33 +117,45 @@ impl Lab {
 
     /// What every node's link has carried so far.
     pub(crate) fn carried(&self) -> Result<Vec<Carried>, LabError> {
-        let ports = counters(&self.switch)?;
-        let node = |(rank, node): (usize, &Namespace)| {
-            let own = counters(node)?;
-            let of = |counters: &[Counter], device: &str| {
-                counters.iter().find(|c| c.root && c.dev == device).map_or(0, |c| c.bytes)
-            };
-            Ok(Carried { sent: of(&own, NIC), received: of(&ports, &port(rank)) })
+        let received: Vec<u64> = match &self.middle {
+            Middle::Bridge(bridge) => {
+                let ports = counters(bridge)?;
+                (0..self.nodes.len()).map(|rank| bytes(&ports, &port(rank))).collect()
+            }
+            Middle::Switch(switch) => switch.delivered(),
         };
-        self.nodes.iter().enumerate().map(node).collect()
+        let node = |(node, received): (&Namespace, u64)| {
+            Ok(Carried { sent: bytes(&counters(node)?, NIC), received })
+        };
+        self.nodes.iter().zip(received).map(node).collect()
+    }
+
+    /// What the switch has done with frames so far, if this process is the switch.
+    pub(super) fn switched(&self) -> Option<Counts> {
+        match &self.middle {
+            Middle::Bridge(_) => None,
+            Middle::Switch(switch) => Some(switch.counts()),
+        }
     }
 
     fn connect(&self, spec: &LabSpec) -> Result<(), LabError> {
-        let mut switch = vec![
-            "link add bridge type bridge stp_state 0 mcast_snooping 0".to_owned(),
-            "link set bridge up".to_owned(),
-        ];
-        for (rank, node) in self.nodes.iter().enumerate() {
-            let (port, node) = (port(rank), node.path());
-            switch.push(format!("link add {port} type veth peer name {NIC} netns {node}"));
-            switch.push(format!("link set {port} master bridge up"));
+        if let Middle::Bridge(bridge) = &self.middle {
+            let mut lines = vec![
+                "link add bridge type bridge stp_state 0 mcast_snooping 0".to_owned(),
+                "link set bridge up".to_owned(),
+            ];
+            for (rank, node) in self.nodes.iter().enumerate() {
+                let (port, node) = (port(rank), node.path());
+                lines.push(format!("link add {port} type veth peer name {NIC} netns {node}"));
+                lines.push(format!("link set {port} master bridge up"));
+            }
+            Tool::Ip.batch(bridge, &lines)?;
         }
-        Tool::Ip.batch(&self.switch, &switch)?;
         for (rank, node) in (0..).zip(&self.nodes) {
             let own = address(rank);
             // Congestion control is set on the route: a namespace's default can only be one that
             // the machine lets everybody use, and the route overrules what a program asks for.
-            let lines = [
+            let mut lines = vec![
                 "link set lo up".to_owned(),
                 format!("addr add {own}/16 dev {NIC}"),
                 format!("link set {NIC} up"),
@@ -125,6 +164,16 @@ impl Lab {
                     spec.congestion
                 ),
             ];
+            if let Middle::Switch(_) = self.middle {
+                let [a, b, c, d, e, f] = hardware_address(rank);
+                lines.insert(
+                    0,
+                    format!(
+                        "link set {NIC} address {a:02x}:{b:02x}:{c:02x}:{d:02x}:{e:02x}:{f:02x} \
+                         txqueuelen {TAP_QUEUE} gso_max_size {TAP_SEGMENT}"
+                    ),
+                );
+            }
             Tool::Ip.batch(node, &lines)?;
         }
         Ok(())
@@ -132,23 +181,22 @@ impl Lab {
 
     fn limit(&self, spec: &LabSpec) -> Result<(), LabError> {
         let bits = spec.rate.bits();
-        let burst = (bits / 8.0 * BURST_SECONDS).max(BURST).round();
-        let limit = format!("tbf rate {bits:.0}bit burst {burst} limit {QUEUE}");
-        let ports = (0..self.nodes.len()).map(port);
-        let ports: Vec<_> =
-            ports.map(|port| format!("qdisc replace dev {port} root {limit}")).collect();
-        Tool::Tc.batch(&self.switch, &ports)?;
-        let own = if spec.delay.is_zero() {
-            vec![format!("qdisc replace dev {NIC} root {limit}")]
-        } else {
-            let delay = spec.delay.as_secs_f64() * 1e6;
-            vec![
-                format!(
-                    "qdisc replace dev {NIC} root handle 1: netem delay {delay}us limit 100000"
-                ),
-                format!("qdisc replace dev {NIC} parent 1:1 handle 2: {limit}"),
-            ]
+        let limit = |burst: f64, queue: u32| {
+            let burst = (bits / 8.0 * BURST_SECONDS).max(burst).round();
+            format!("tbf rate {bits:.0}bit burst {burst} limit {queue}")
         };
+        let own = match &self.middle {
+            Middle::Bridge(bridge) => {
+                let limit = limit(BURST, spec.queue);
+                let ports = (0..self.nodes.len()).map(port);
+                let ports: Vec<_> =
+                    ports.map(|port| format!("qdisc replace dev {port} root {limit}")).collect();
+                Tool::Tc.batch(bridge, &ports)?;
+                limit
+            }
+            Middle::Switch(_) => limit(TAP_BURST, QUEUE),
+        };
+        let own = [format!("qdisc replace dev {NIC} root {own}")];
         self.nodes.iter().try_for_each(|node| Tool::Tc.batch(node, &own))
     }
 
@@ -187,6 +235,11 @@ fn counters(namespace: &Namespace) -> Result<Vec<Counter>, LabError> {
     serde_json::from_slice(&text).map_err(|source| LabError::Counters { source })
 }
 
+/// What the queue of a device has let through.
+fn bytes(counters: &[Counter], device: &str) -> u64 {
+    counters.iter().find(|c| c.root && c.dev == device).map_or(0, |c| c.bytes)
+}
+
 fn port(rank: usize) -> String {
     format!("port{rank}")
 }
@@ -206,7 +259,15 @@ const BURST: f64 = 131_072.0;
 /// What a link carries between two looks of the kernel's timer, with a reserve; counts above 4 Gbit/s.
 const BURST_SECONDS: f64 = 250e-6;
 /// In bytes. One that cannot hold many segments of 64 KB lets almost nothing through.
-const QUEUE: u32 = 2 << 20;
+pub(crate) const QUEUE: u32 = 2 << 20;
+/// What TCP hands to a tap at once, in bytes. Behind the node's queue a segment becomes frames that
+/// reach the switch together, so a large one would fill a small port queue by itself.
+const TAP_SEGMENT: u32 = 16 << 10;
+/// Two such segments: as little as keeps the link busy.
+const TAP_BURST: f64 = 32_768.0;
+/// Frames that wait for the switch's thread to read them. More than a node has under way: only the
+/// switch loses frames, and it counts them.
+const TAP_QUEUE: u32 = 10_000;
 
 #[cfg(test)]
 mod tests {

@@ -52,6 +52,21 @@ impl Namespace {
         format!("/proc/{}/fd/{}", std::process::id(), self.0.as_raw_fd())
     }
 
+    /// Does `work` in here, on a thread that lives as long as the work.
+    pub(super) fn within<T: Send>(
+        &self,
+        work: impl FnOnce() -> io::Result<T> + Send,
+    ) -> io::Result<T> {
+        let enter = || {
+            move_into_link_name_space(self.0.as_fd(), Some(LinkNameSpaceType::Network))?;
+            work()
+        };
+        thread::scope(|scope| {
+            let thread = thread::Builder::new().name("within".into()).spawn_scoped(scope, enter)?;
+            thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+        })
+    }
+
     /// Has `command` start in here.
     pub(super) fn host(&self, command: &mut Command) -> io::Result<()> {
         let namespace = self.0.try_clone()?;
