@@ -72,6 +72,27 @@ pub fn lanes_for(rate: Rate, most: u16) -> u16 {
     needed.min(u64::from(most.max(1))) as u16
 }
 
+/// The receive window of each link of a port to which `senders` nodes send, in bytes. The links of
+/// `shares` lanes and processes share the port.
+///
+/// A switch drops what does not fit the queue of a port, and TCP finds out too late (ADR 0017). So
+/// what all senders together may have under way is bounded by a budget. It fits the queue of a small
+/// switch, and keeps a port of 1 Gbit/s busy for 1.5 ms. A faster port has more.
+pub fn window(senders: usize, shares: usize, rate: Option<Rate>) -> usize {
+    let fast = rate.map_or(0.0, |rate| rate.0 as f64 / 8.0 * BUSY);
+    let budget = LEAST_BUDGET.max(fast as usize);
+    let links = senders.max(1) * shares.max(1);
+    (budget / links).clamp(LEAST_WINDOW, MOST_WINDOW)
+}
+
+/// What may be under way to a port: a little less than the queue of a small switch's port, 256 KB.
+const LEAST_BUDGET: usize = 192 << 10;
+/// How long the budget of a fast port keeps it busy, in seconds.
+const BUSY: f64 = 0.25e-3;
+/// Two packets and their headers: with less, TCP waits for itself.
+const LEAST_WINDOW: usize = 4 << 10;
+const MOST_WINDOW: usize = 1 << 20;
+
 /// What a measurement over one connection says of a port, in two significant digits.
 ///
 /// Above 11 Gbit/s the measurement may be of the cores and not of the port, so such a port counts as

@@ -22,6 +22,7 @@ mod past_cache;
 mod secret;
 mod shared;
 mod stream;
+mod window;
 
 pub use connect::{Address, Caller, ConnectError, connect, connect_unless};
 pub use half::Half;
@@ -32,6 +33,7 @@ pub use stream::{SOCKET_BUFFER, Stream};
 
 use std::fmt;
 use std::io::{self, IoSlice, IoSliceMut};
+use std::time::Duration;
 
 /// A connection between two lanes, whatever carries it. Never blocks: a call that would have to
 /// wait fails with [`io::ErrorKind::WouldBlock`].
@@ -80,6 +82,19 @@ pub trait Link: Send {
 
     /// What carries the bytes.
     fn carrier(&self) -> Carrier;
+
+    /// From now on, up to `bytes` bytes may be under way to this end. A connection between machines
+    /// begins with a small window. Fewer bytes than before change nothing: two ends that take back
+    /// what they have offered may throw away each other's acknowledgements, and wait for ever.
+    fn widen(&mut self, bytes: usize) -> io::Result<()> {
+        let _ = bytes;
+        Ok(())
+    }
+
+    /// The shortest time that bytes took to the other end and back, where that is known.
+    fn round_trip(&self) -> Option<Duration> {
+        None
+    }
 }
 
 /// What carries a link's bytes.

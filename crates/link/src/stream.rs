@@ -1,5 +1,5 @@
 use crate::shared::{self, SharedLink};
-use crate::{Carrier, Link};
+use crate::{Carrier, Link, window};
 use mio::unix::SourceFd;
 use mio::{Interest, Registry, Token};
 use socket2::{Domain, Protocol, SockAddr, Socket, TcpKeepalive, Type};
@@ -76,6 +76,7 @@ impl Stream {
         if self.carrier == Carrier::Tcp {
             let probes = TcpKeepalive::new().with_time(IDLE).with_interval(PROBE);
             self.socket.set_tcp_keepalive(&probes.with_retries(PROBES))?;
+            window::widen(&self.socket, SOCKET_BUFFER)?;
         }
         Ok(self.socket)
     }
@@ -101,7 +102,7 @@ impl Stream {
             _ => self.socket,
         };
         socket.set_nonblocking(true)?;
-        Ok(Box::new(SocketLink { socket, carrier }))
+        Ok(Box::new(SocketLink { socket, carrier, window: 0 }))
     }
 
     /// Takes over a connected socket, in blocking mode.
@@ -184,21 +185,23 @@ impl Write for Stream {
 }
 
 /// A new socket for `address`, with the options that every connection has. Buffers are set before
-/// the socket connects or listens, because TCP agrees on its window scale when it connects.
+/// the socket connects or listens: what TCP has once offered to the other end cannot be taken back.
 pub(crate) fn socket_for(address: &SockAddr) -> io::Result<Socket> {
+    let mut window = SOCKET_BUFFER;
     let socket = match address.as_socket() {
         Some(ip) => {
             let socket = Socket::new(Domain::for_address(ip), Type::STREAM, Some(Protocol::TCP))?;
             socket.set_tcp_nodelay(true)?;
             if !ip.ip().is_loopback() {
                 share_the_wire(&socket);
+                window = window::FIRST;
             }
             socket
         }
         None => Socket::new(Domain::UNIX, Type::STREAM, None)?,
     };
     socket.set_send_buffer_size(SOCKET_BUFFER)?;
-    socket.set_recv_buffer_size(SOCKET_BUFFER)?;
+    socket.set_recv_buffer_size(window)?;
     Ok(socket)
 }
 
@@ -240,6 +243,8 @@ pub(crate) fn is_self_connected(socket: &Socket, to: SocketAddr) -> bool {
 struct SocketLink {
     socket: Socket,
     carrier: Carrier,
+    /// What the window was widened to.
+    window: usize,
 }
 
 impl Link for SocketLink {
@@ -264,6 +269,20 @@ impl Link for SocketLink {
 
     fn carrier(&self) -> Carrier {
         self.carrier
+    }
+
+    fn widen(&mut self, bytes: usize) -> io::Result<()> {
+        match self.carrier {
+            Carrier::Tcp if bytes > self.window => {
+                self.window = bytes;
+                window::widen(&self.socket, bytes)
+            }
+            _ => Ok(()),
+        }
+    }
+
+    fn round_trip(&self) -> Option<Duration> {
+        (self.carrier == Carrier::Tcp).then(|| window::round_trip(&self.socket)).flatten()
     }
 }
 

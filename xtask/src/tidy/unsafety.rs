@@ -30,6 +30,7 @@ const UNSAFE_FILES: &[(&str, &str)] = &[
     ("bindings/python/src/lib.rs", "tensors of Python programs, by address"),
     ("bindings/python/src/group.rs", "the same, for collectives"),
     ("crates/link/src/shared.rs", "rings in memory two processes share"),
+    ("crates/link/src/window.rs", "options of sockets"),
     ("crates/link/src/past_cache.rs", "writes that do not pass through the cache"),
     ("crates/cli/src/bench/payload/tensor.rs", "lends a tensor to a group"),
     ("crates/cli/src/orphan.rs", "a hook between fork and exec"),

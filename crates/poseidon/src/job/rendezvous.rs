@@ -12,8 +12,8 @@ use poseidon_core::wire::{Hello, Purpose, Status};
 use poseidon_core::{Epoch, JobId, LaneId, NodeId};
 use poseidon_link::descriptors::{self, Need, Shortage};
 use poseidon_link::{
-    Address, BindError, Caller, ConnectError, Credentials, Listener, Serving, Stream, address,
-    connect, connect_unless,
+    Address, BindError, Caller, ConnectError, Credentials, Listener, SOCKET_BUFFER, Serving,
+    Stream, address, connect, connect_unless,
 };
 use poseidon_matrix::Unit;
 use std::collections::BTreeSet;
@@ -284,7 +284,10 @@ impl Opening<'_> {
         let opened = self
             .call(&lower, &lanes, deadline, links)
             .and_then(|()| self.await_callers(&higher, &lanes, arrivals, deadline, links));
-        let Err(error) = opened else { return Ok(()) };
+        let Err(error) = opened else {
+            self.widen(links);
+            return Ok(());
+        };
         // A link that breaks is most likely a node that has died: the coordinator is about to say
         // which.
         let until =
@@ -293,6 +296,29 @@ impl Opening<'_> {
             std::thread::sleep(GLANCE);
         }
         Err(self.line.trouble().unwrap_or(error))
+    }
+
+    /// Gives every link its window: a part of this host's port for links to other hosts.
+    fn widen(&self, links: &mut [Links]) {
+        let Self { config, book, .. } = *self;
+        let me = config.node();
+        let host = |node: NodeId| &book.nodes[node.index()].host;
+        let neighbours = book.cluster.node_ids().filter(|node| host(*node) == host(me)).count();
+        let senders = book.cluster.partners(me).iter().filter(|n| host(**n) != host(me)).count();
+        let shares = neighbours * links.len();
+        let rate = book.cluster.ports().get(me.index()).map(|port| port.rate);
+        for (node, link) in links.iter_mut().flatten() {
+            // One sender does not overflow a port that is as fast as its own. On a long way, queues
+            // are not what takes time, and a small window would.
+            let is_long = link.round_trip().is_some_and(|time| time > LONG_WAY);
+            let bytes = match host(*node) != host(me) && senders * shares > 1 && !is_long {
+                true => poseidon_core::port::window(senders, shares, rate),
+                false => SOCKET_BUFFER,
+            };
+            if let Err(error) = link.widen(bytes) {
+                tracing::debug!(%node, %error, "a receive window stays as it is");
+            }
+        }
     }
 
     fn call(
@@ -418,6 +444,8 @@ fn route(config: &Config, book: &Book, node: NodeId) -> Result<Address, Error> {
 
 /// How long a caller waits at most for this node's book before it is sent away to try again.
 const BOOK: Duration = Duration::from_secs(10);
+/// A round trip that no queue of a switch explains.
+const LONG_WAY: Duration = Duration::from_millis(3);
 /// How often a wait looks for bad news.
 const GLANCE: Duration = Duration::from_millis(100);
 /// How soon a death that broke a link is known to the coordinator.
