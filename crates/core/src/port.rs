@@ -89,8 +89,8 @@ pub fn window(senders: usize, shares: usize, rate: Option<Rate>) -> usize {
 const LEAST_BUDGET: usize = 192 << 10;
 /// How long the budget of a fast port keeps it busy, in seconds.
 const BUSY: f64 = 0.25e-3;
-/// Two packets and their headers: with less, TCP waits for itself.
-const LEAST_WINDOW: usize = 4 << 10;
+/// A few packets: smaller windows cost more CPU time than 31 senders are worth.
+const LEAST_WINDOW: usize = 8 << 10;
 const MOST_WINDOW: usize = 1 << 20;
 
 /// What a measurement over one connection says of a port, in two significant digits.
