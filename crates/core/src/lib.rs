@@ -25,6 +25,7 @@ pub mod layer;
 pub mod optim;
 pub mod overlap;
 pub mod plan;
+pub mod port;
 pub mod queue;
 pub mod reduce;
 pub mod scheme;
