@@ -4,6 +4,7 @@ mod exchange;
 mod overhead;
 mod report;
 mod scale;
+mod simulate;
 mod worker;
 
 use std::process::ExitCode;
@@ -20,6 +21,7 @@ enum What {
     Exchange(exchange::Args),
     Overhead(overhead::Args),
     Scale(Box<scale::Args>),
+    Simulate(simulate::Args),
 }
 
 /// Runs the measurement.
@@ -28,5 +30,6 @@ pub(crate) fn run(args: Args) -> anyhow::Result<ExitCode> {
         What::Exchange(args) => exchange::run(args),
         What::Overhead(args) => overhead::run(args),
         What::Scale(args) => scale::run(*args),
+        What::Simulate(args) => simulate::run(&args),
     }
 }

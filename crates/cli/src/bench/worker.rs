@@ -17,7 +17,7 @@ pub(crate) struct Exchange {
 }
 
 /// Iterations before the first measured one: pages are touched, windows opened, pools filled.
-const WARM_UP: u32 = 3;
+pub(super) const WARM_UP: u32 = 3;
 const RATE: f32 = 0.01;
 /// Values repeat with this period, so that results can be checked against a small reference.
 const PERIOD: usize = 64;
