@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # A cluster on one machine: network namespaces joined by a bridge, every port limited to one rate both ways.
-#   vcluster.sh up NODES RATE     nodes 10.77.0.1 ... on eth0; RATE as tc writes it, such as 1gbit
+#   vcluster.sh up NODES RATE [--queue SIZE]
+#                                 nodes 10.77.0.1 ... on eth0; RATE and SIZE as tc writes them, such as 1gbit and 256kb
 #   vcluster.sh all COMMAND...    COMMAND on every node at once, told by RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT;
 #                                 all have this script's standard input, so one of them at most may read it
 #   vcluster.sh bytes             a line per node: bytes sent, bytes received, frame headers included
@@ -13,6 +14,8 @@ SWITCH=$PREFIX-switch
 # Chosen by measurement at 1 Gbit/s: a burst of 16 KB costs a third of the rate in retransmissions, and a
 # queue that cannot hold many 64 KB segments lets almost nothing through.
 BURST=128kb
+# What waits at either end of a link before more is dropped; --queue overrules it. Ordinary switches have 100 KB to
+# 2 MB a port.
 QUEUE=${QUEUE:-2mb}
 # Of every TCP connection between nodes: what Linux uses unless told otherwise, whatever this machine does. Set on
 # the route, because a namespace's default can only be one the machine lets everybody use; what a route says
@@ -21,7 +24,7 @@ CONGESTION=${CONGESTION:-cubic}
 
 namespaces() { ip netns list | cut -d' ' -f1 | grep -x "$PREFIX-$1" || true; }
 node_count() { namespaces 'node[0-9]*' | wc -l; }
-limit() { tc -n "$1" qdisc replace dev "$2" root tbf rate "$RATE" burst $BURST limit $QUEUE; }
+limit() { tc -n "$1" qdisc replace dev "$2" root tbf rate "$RATE" burst $BURST limit "$QUEUE"; }
 sent() { tc -n "$1" -s qdisc show dev "$2" | awk '$1 == "Sent" { print $2; exit }'; }
 
 add_namespace() {
@@ -46,6 +49,13 @@ add_node() {
 up() {
   local nodes=$1 i
   RATE=$2
+  shift 2
+  while (($# > 0)); do
+    case $1 in
+      --queue) QUEUE=${2:?--queue needs a size, such as 256kb}; shift 2 ;;
+      *) echo "vcluster.sh up: expected --queue SIZE, got '$1'" >&2; exit 2 ;;
+    esac
+  done
   down
   add_namespace "$SWITCH"
   ip -n "$SWITCH" link add bridge type bridge stp_state 0 mcast_snooping 0

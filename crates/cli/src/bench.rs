@@ -7,6 +7,7 @@ mod payload;
 mod report;
 mod scale;
 mod servers;
+mod simulate;
 mod worker;
 
 use std::process::ExitCode;
@@ -25,6 +26,7 @@ enum What {
     Scale(Box<scale::Args>),
     #[command(hide = true)]
     Busy(busy::Args),
+    Simulate(simulate::Args),
 }
 
 /// Runs the measurement.
@@ -34,5 +36,6 @@ pub(crate) fn run(args: Args) -> anyhow::Result<ExitCode> {
         What::Overhead(args) => overhead::run(args),
         What::Scale(args) => scale::run(*args),
         What::Busy(args) => busy::run(args),
+        What::Simulate(args) => simulate::run(&args),
     }
 }

@@ -10,7 +10,7 @@ mod search;
 mod text;
 
 pub(crate) use forecast::simulate_all;
-pub(crate) use question::{Question, duration, file, positive};
+pub(crate) use question::{Question, duration, file, positive, queue};
 
 use crate::bandwidth::Bandwidth;
 use crate::report::write_whole;

@@ -24,6 +24,10 @@ pub(crate) enum Event {
     Crossed(u32),
     /// A segment's first byte is at its destination.
     Arrived(u32),
+    /// A connection's receiver sees more of what has landed.
+    Delivered(u32),
+    /// A connection's timer is to be looked at.
+    Timer(u32),
     /// A node falls silent.
     Failed(u16),
 }

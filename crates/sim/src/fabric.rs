@@ -3,14 +3,18 @@
 //! A segment occupies its sender's link for as long as its bytes take. It reaches the other end one
 //! latency later, and occupies the receiver's link as long again, in order of arrival. So a segment
 //! passes straight through where both links are free, and waits where many nodes send to one. The
-//! bytes that were sent to a peer and have not landed are limited, as by a socket's buffers; peers
-//! that have room take turns.
+//! bytes that were sent to a peer and have not landed are limited; peers that have room take turns.
+//! The [`Switch`] says who has room, and what finds no place at a port is dropped there and sent
+//! again.
 
 use crate::calendar::{Calendar, Event, Time};
-use crate::multicast::{Frame, Left, Multicast, MulticastId, Multicasts};
+use crate::connection::Timer;
+use crate::multicast::{Cut, Frame, Multicast, MulticastId, Multicasts};
 use crate::network::Duplex;
 use crate::outbox::Outbox;
+use crate::outcome::Drops;
 use crate::setup::Setup;
+use crate::switch::{ConnectionId, Switch};
 use poseidon_core::NodeId;
 use slab::Slab;
 use std::collections::VecDeque;
@@ -34,6 +38,7 @@ pub(crate) struct Fabric {
     link: f64,
     host: crate::setup::Host,
     racks: Option<Racks>,
+    switch: Switch,
     /// Segments between two ports, where they may overtake each other.
     under_way: Slab<Segment>,
 }
@@ -65,7 +70,9 @@ struct Port {
 struct Segment {
     multicast: MulticastId,
     to: u16,
-    left: Left,
+    cut: Cut,
+    /// Whether it was sent before, and dropped.
+    again: bool,
     /// When its last byte has left the sender.
     out: Time,
 }
@@ -76,7 +83,7 @@ struct Segment {
 struct Arrival {
     end: Time,
     multicast: MulticastId,
-    left: Left,
+    cut: Cut,
 }
 
 const OUT: usize = 0;
@@ -86,9 +93,10 @@ impl Fabric {
     pub(crate) fn new(setup: &Setup) -> Self {
         let nodes = setup.cluster.nodes();
         let link = 1.0 / setup.network.rate();
+        let switch = Switch::new(setup);
         let port = |me| Port {
             alive: true,
-            outbox: Outbox::new(me, nodes),
+            outbox: Outbox::new(me, nodes, switch.batch()),
             sending: None,
             free: [Time::default(); 2],
             arriving: VecDeque::new(),
@@ -107,6 +115,7 @@ impl Fabric {
                 link: link * racks.oversubscription / racks.nodes_per_rack as f64,
                 free: vec![[Time::default(); 2]; nodes.div_ceil(racks.nodes_per_rack)],
             }),
+            switch,
             under_way: Slab::new(),
         }
     }
@@ -122,17 +131,28 @@ impl Fabric {
         if port.sending.is_some() || !port.alive {
             return;
         }
-        let Some((to, multicast, left)) = port.outbox.poll_segment(&mut self.multicasts) else {
-            return;
+        let (again, (to, multicast, cut)) = match self.switch.poll_again(node) {
+            Some(segment) => (true, segment),
+            None => {
+                let turn = self.switch.poll_turn();
+                let room = |to, unlanded| self.switch.room(node, to, unlanded);
+                let Some(next) = port.outbox.poll_segment(&mut self.multicasts, turn, room) else {
+                    return;
+                };
+                (false, next)
+            }
         };
         let now = calendar.now();
         let start = port.free[OUT].max(now);
-        let bytes = f64::from(left.segment());
+        let bytes = f64::from(cut.bytes());
         let cost = self.host.send * bytes + self.host.frame;
         let wire = self.link * bytes;
         let out = start + Time::from_seconds(wire.max(cost));
         port.occupy(OUT, out, self.duplex);
-        let segment = Segment { multicast, to, left, out };
+        if !again {
+            self.switch.handle_sent(node, to, multicast, cut);
+        }
+        let segment = Segment { multicast, to, cut, again, out };
         port.sending = Some(segment);
         if start > now {
             calendar.enter(start, Event::Begin(node.0));
@@ -151,8 +171,8 @@ impl Fabric {
             Event::Sent(node) => {
                 let port = &mut self.ports[usize::from(node)];
                 let Some(segment) = port.sending.take() else { return Done::Nothing };
-                port.bytes[OUT] += u64::from(segment.left.segment());
-                if segment.left.after().is_none() {
+                port.bytes[OUT] += u64::from(segment.cut.bytes());
+                if !segment.again && segment.cut.is_last() {
                     // A frame lands only after it is out, so the multicast still exists.
                     let frame = self.multicasts[segment.multicast].frame;
                     let last = self.multicasts.handle_sent(segment.multicast);
@@ -166,6 +186,8 @@ impl Fabric {
                 self.arrive(segment, calendar.now(), calendar);
             }
             Event::Landed(node) => return self.land(NodeId(node), calendar),
+            Event::Delivered(id) => return self.deliver_in_order(id, calendar),
+            Event::Timer(id) => self.look_at_timer(id, calendar),
             Event::Failed(node) => self.ports[usize::from(node)].alive = false,
             Event::Computed(_) | Event::Rebuilt(_) => {}
         }
@@ -177,6 +199,11 @@ impl Fabric {
         self.ports[node].bytes
     }
 
+    /// What the ports have dropped.
+    pub(crate) fn drops(&self) -> Drops {
+        self.switch.drops()
+    }
+
     pub(crate) fn is_alive(&self, node: NodeId) -> bool {
         self.ports[node.index()].alive
     }
@@ -185,10 +212,11 @@ impl Fabric {
     fn begin(&mut self, from: NodeId, segment: Segment, calendar: &mut Calendar) {
         calendar.enter(segment.out, Event::Sent(from.0));
         let first = calendar.now() + self.latency;
+        let bytes = segment.cut.bytes();
         if let Some(racks) = &mut self.racks {
             let rack = from.index() / racks.nodes;
             if rack != usize::from(segment.to) / racks.nodes {
-                let through = racks.pass(rack, OUT, segment.left.segment(), calendar.now());
+                let through = racks.pass(rack, OUT, bytes, calendar.now());
                 let id = self.under_way.insert(segment) as u32;
                 calendar.enter(through, Event::Crossed(id));
                 return;
@@ -207,24 +235,31 @@ impl Fabric {
     /// The first byte is on the link into its rack.
     fn enter_rack(&mut self, id: u32, calendar: &mut Calendar) {
         let segment = self.under_way[id as usize];
+        let bytes = segment.cut.bytes();
         let Some(racks) = &mut self.racks else { return };
         let rack = usize::from(segment.to) / racks.nodes;
-        let through = racks.pass(rack, IN, segment.left.segment(), calendar.now());
+        let through = racks.pass(rack, IN, bytes, calendar.now());
         calendar.enter(through + self.latency, Event::Arrived(id));
     }
 
     /// The first byte is, or will be at `first`, at its destination.
     fn arrive(&mut self, segment: Segment, first: Time, calendar: &mut Calendar) {
         let port = &mut self.ports[usize::from(segment.to)];
-        let bytes = f64::from(segment.left.segment());
+        let from = self.multicasts[segment.multicast].from;
+        let id = self.switch.id(from, segment.to);
+        let watch = |time| calendar.enter(time, Event::Timer(id));
+        if !self.switch.admit(id, segment.cut.bytes(), first, watch) {
+            return;
+        }
+        let bytes = f64::from(segment.cut.bytes());
         let cost = self.host.receive * bytes + self.host.frame;
         let wire = self.link * bytes;
         let start = port.free[IN].max(first);
         let end = start + Time::from_seconds(wire.max(cost));
         let end = end.max(segment.out + self.latency);
         port.occupy(IN, end, self.duplex);
-        let Segment { multicast, left, .. } = segment;
-        port.arriving.push_back(Arrival { end, multicast, left });
+        let Segment { multicast, cut, .. } = segment;
+        port.arriving.push_back(Arrival { end, multicast, cut });
         if port.arriving.len() == 1 {
             calendar.enter(end, Event::Landed(segment.to));
         }
@@ -232,25 +267,76 @@ impl Fabric {
 
     fn land(&mut self, to: NodeId, calendar: &mut Calendar) -> Done {
         let port = &mut self.ports[to.index()];
-        let Some(Arrival { multicast, left, .. }) = port.arriving.pop_front() else {
+        let Some(Arrival { multicast, cut, .. }) = port.arriving.pop_front() else {
             return Done::Nothing;
         };
         if let Some(next) = port.arriving.front() {
             calendar.enter(next.end, Event::Landed(to.0));
         }
         let from = self.multicasts[multicast].from;
-        let frame = left.after().is_none().then(|| self.multicasts.frame(multicast, to.index()));
+        if !self.switch.has_queues() {
+            return self.deliver(from, to, (multicast, cut), calendar);
+        }
+        let (id, alive) = (self.switch.id(from, to.0), port.alive);
+        self.switch.handle_landed(id, cut.bytes(), calendar.now(), alive);
+        if !alive {
+            return Done::Nothing;
+        }
+        let done = self.deliver_in_order(id, calendar);
+        self.pump_to(from, to, calendar);
+        done
+    }
+
+    /// Passes on what has landed of a connection, as far as it is in order. If these are several
+    /// frames, the second follows at the same time.
+    fn deliver_in_order(&mut self, id: ConnectionId, calendar: &mut Calendar) -> Done {
+        let (from, to) = self.switch.ends(id);
+        while let Some(segment) = self.switch.poll_delivered(id) {
+            let done = self.deliver(from, to, segment, calendar);
+            if !matches!(done, Done::Nothing) {
+                calendar.enter(calendar.now(), Event::Delivered(id));
+                return done;
+            }
+        }
+        Done::Nothing
+    }
+
+    fn deliver(
+        &mut self,
+        from: NodeId,
+        to: NodeId,
+        (multicast, cut): (MulticastId, Cut),
+        calendar: &mut Calendar,
+    ) -> Done {
+        let frame = cut.is_last().then(|| self.multicasts.frame(multicast, to.index()));
         if frame.is_some() {
             self.multicasts.handle_landed(multicast);
         }
+        let port = &mut self.ports[to.index()];
         if !port.alive {
             return Done::Nothing;
         }
-        port.bytes[IN] += u64::from(left.segment());
-        if self.ports[from.index()].outbox.handle_landed(to.0, left.segment()) {
+        port.bytes[IN] += u64::from(cut.bytes());
+        self.ports[from.index()].outbox.handle_landed(to.0, cut.bytes());
+        self.pump_to(from, to, calendar);
+        frame.map_or(Done::Nothing, |frame| Done::Landed { from, to, frame })
+    }
+
+    /// Lets `from` send, if there is room for `to` that was not there before.
+    fn pump_to(&mut self, from: NodeId, to: NodeId, calendar: &mut Calendar) {
+        let room = |to, unlanded| self.switch.room(from, to, unlanded);
+        let ready = self.ports[from.index()].outbox.handle_room(to.0, room);
+        if ready || self.switch.is_repeating(from) {
             self.pump(from, calendar);
         }
-        frame.map_or(Done::Nothing, |frame| Done::Landed { from, to, frame })
+    }
+
+    fn look_at_timer(&mut self, id: ConnectionId, calendar: &mut Calendar) {
+        match self.switch.handle_timer(id, calendar.now()) {
+            Timer::Idle => {}
+            Timer::Until(time) => calendar.enter(time, Event::Timer(id)),
+            Timer::Expired => self.pump(self.switch.ends(id).0, calendar),
+        }
     }
 }
 

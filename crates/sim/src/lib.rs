@@ -16,6 +16,7 @@ pub mod setup;
 pub mod zoo;
 
 mod calendar;
+mod connection;
 mod engine;
 mod error;
 mod fabric;
@@ -27,6 +28,7 @@ mod peers;
 mod plan;
 mod rebuild;
 mod search;
+mod switch;
 mod worker;
 
 pub use error::Error;

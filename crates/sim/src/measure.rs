@@ -54,6 +54,7 @@ pub fn simulate(setup: &Setup) -> Result<Outcome, Error> {
         speedup,
         bytes_sent,
         bytes_received,
+        drops: engine.fabric.drops(),
         timeline: engine.timeline.iter().map(relative).collect(),
         bottleneck,
         reason,

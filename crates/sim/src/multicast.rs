@@ -78,13 +78,14 @@ pub(crate) struct MulticastState {
     pub(crate) next: Option<MulticastId>,
 }
 
-/// The bytes of a frame that are not sent yet. The frame's next segment is as many of these bytes
-/// as a link takes at once.
+/// The bytes of a frame that are not sent yet.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Left(u32);
 
-/// The bytes of a frame that a link takes before another peer has its turn.
-const SEGMENT: u32 = 512 << 10;
+/// A part of a frame that is sent at once: its bytes, and a bit that says whether it is the frame's
+/// end.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Cut(u32);
 
 const _: () = assert!(size_of::<MulticastState>() == 64, "one cache line");
 
@@ -157,13 +158,24 @@ impl Left {
         Self(frame.payload.saturating_add(Header::SIZE as u32))
     }
 
-    /// The bytes of the next segment.
-    pub(crate) fn segment(self) -> u32 {
-        self.0.min(SEGMENT)
+    /// The next segment, of at most `most` bytes, and what is left after it, if anything.
+    pub(crate) fn cut(self, most: u32) -> (Cut, Option<Self>) {
+        let bytes = self.0.min(most).min(Cut::MOST);
+        let after = (self.0 > bytes).then(|| Self(self.0 - bytes));
+        (Cut(bytes | if after.is_none() { Cut::LAST } else { 0 }), after)
+    }
+}
+
+impl Cut {
+    const LAST: u32 = 1 << 31;
+    const MOST: u32 = Self::LAST - 1;
+
+    pub(crate) fn bytes(self) -> u32 {
+        self.0 & Self::MOST
     }
 
-    /// The bytes that are left after the next segment, if any.
-    pub(crate) fn after(self) -> Option<Self> {
-        (self.0 > SEGMENT).then(|| Self(self.0 - SEGMENT))
+    /// Whether it is the end of its frame.
+    pub(crate) fn is_last(self) -> bool {
+        self.0 & Self::LAST != 0
     }
 }

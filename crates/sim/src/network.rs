@@ -20,6 +20,10 @@ pub struct Network {
     pub ceiling: Option<f64>,
     /// Racks whose links to each other are narrower than those of their nodes together.
     pub racks: Option<Racks>,
+    /// Bytes that wait at the switch's port towards a node, headers included, before what comes on
+    /// top is dropped. `None` if any number of bytes can wait.
+    #[serde(default)]
+    pub queue: Option<u64>,
 }
 
 /// Whether the two directions of a link hinder each other.
@@ -53,6 +57,7 @@ impl Network {
             efficiency: TCP_SHARE,
             ceiling: None,
             racks: None,
+            queue: None,
         }
     }
 

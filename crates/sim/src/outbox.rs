@@ -1,23 +1,26 @@
 //! In which order a node's frames leave, and which peer has its turn: what a lane does with its
 //! links.
 
-use crate::multicast::{Left, Multicast, MulticastId, Multicasts};
+use crate::multicast::{Cut, Left, Multicast, MulticastId, Multicasts};
 use crate::peers::Peers;
 use poseidon_core::NodeId;
-use poseidon_core::queue::{BATCH_BYTES, BATCH_FRAMES};
+use poseidon_core::queue::BATCH_FRAMES;
 use std::collections::BTreeMap;
 
 /// The frames that wait at one node for its peers, and how many bytes are on their way to them.
 #[derive(Debug)]
 pub(crate) struct Outbox {
     me: NodeId,
+    /// The bytes that a peer gets in its turn.
+    batch: u32,
     /// The peer whose turn it is.
     turn: u16,
     /// The frames and bytes that this peer has had in its turn.
     turn_frames: u16,
     turn_bytes: u32,
     peers: Box<[PeerQueue]>,
-    /// The peers that have a frame waiting and room for it in their window.
+    /// The peers that have a frame waiting, without those that had no room for it when they were
+    /// asked.
     ready: Peers,
     /// Frames that are sent in part.
     begun: Vec<(u16, MulticastId, Left)>,
@@ -42,14 +45,12 @@ struct PeerQueue {
 /// where peers go on together, and soon reached where one peer is left behind.
 const MANY: usize = 64;
 
-/// Bytes under way to one peer: a socket's buffers on both ends.
-const WINDOW: u32 = 1 << 20;
-
 impl Outbox {
-    /// The outbox of the node `me`, one of `nodes`.
-    pub(crate) fn new(me: NodeId, nodes: usize) -> Self {
+    /// The outbox of the node `me`, one of `nodes`. Every peer gets `batch` bytes in its turn.
+    pub(crate) fn new(me: NodeId, nodes: usize, batch: u32) -> Self {
         Self {
             me,
+            batch,
             // Everybody starts with somebody else, as lanes do.
             turn: ((me.index() + 1) % nodes) as u16,
             turn_frames: 0,
@@ -74,9 +75,7 @@ impl Outbox {
             if peer.first.is_none_or(|first| multicasts[first].order > order) {
                 peer.first = Some(id);
             }
-            if peer.unlanded < WINDOW {
-                self.ready.insert(at);
-            }
+            self.ready.insert(at);
         }
         multicasts[id].next = self.waiting.range(order..).next().map(|(_, next)| *next);
         if let Some((_, &previous)) = self.waiting.range(..order).next_back() {
@@ -85,18 +84,27 @@ impl Outbox {
         self.waiting.insert(order, id);
     }
 
-    /// The next segment to send. Peers take turns of one batch each, as far as their windows have
-    /// room.
+    /// The next segment to send. Peers take turns of one batch each, as far as they have room: `room`
+    /// says of a peer, and of the bytes under way to it, how many may be sent at once. `turn`
+    /// is whose turn is next, if peers do not take turns in order.
     pub(crate) fn poll_segment(
         &mut self,
         multicasts: &mut Multicasts,
-    ) -> Option<(u16, MulticastId, Left)> {
-        if self.turn_bytes as usize >= BATCH_BYTES || usize::from(self.turn_frames) >= BATCH_FRAMES
-        {
-            self.turn = (self.turn + 1) % self.peers.len() as u16;
+        turn: Option<u16>,
+        mut room: impl FnMut(u16, u32) -> u32,
+    ) -> Option<(u16, MulticastId, Cut)> {
+        if self.turn_bytes >= self.batch || usize::from(self.turn_frames) >= BATCH_FRAMES {
+            let next = (self.turn + 1) % self.peers.len() as u16;
+            self.turn = turn.unwrap_or(next);
             (self.turn_bytes, self.turn_frames) = (0, 0);
         }
-        let to = self.ready.next_from(self.turn.into())? as u16;
+        let (to, most) = loop {
+            let peer = self.ready.next_from(self.turn.into())?;
+            match room(peer as u16, self.peers[peer].unlanded) {
+                0 => self.ready.remove(peer),
+                most => break (peer as u16, most),
+            }
+        };
         if to != self.turn {
             self.turn = to;
             (self.turn_bytes, self.turn_frames) = (0, 0);
@@ -111,26 +119,30 @@ impl Outbox {
                 (multicast, Left::all(&multicasts.frame(multicast, to.into())))
             }
         };
-        self.begun.extend(left.after().map(|left| (to, multicast, left)));
-        self.turn_bytes += left.segment();
-        self.turn_frames += 1;
-        let peer = &mut self.peers[usize::from(to)];
-        peer.unlanded += left.segment();
-        if peer.unlanded >= WINDOW || !self.has_for(to) {
+        let (cut, after) = left.cut(most);
+        self.begun.extend(after.map(|left| (to, multicast, left)));
+        self.turn_bytes += cut.bytes();
+        self.turn_frames += u16::from(cut.is_last());
+        self.peers[usize::from(to)].unlanded += cut.bytes();
+        if !self.has_for(to) {
             self.ready.remove(to.into());
         }
-        Some((to, multicast, left))
+        Some((to, multicast, cut))
     }
 
-    /// `bytes` have landed at `to`. True if that makes room for more.
-    pub(crate) fn handle_landed(&mut self, to: u16, bytes: u32) -> bool {
-        let peer = &mut self.peers[usize::from(to)];
-        let was_full = peer.unlanded >= WINDOW;
-        peer.unlanded -= bytes;
-        // Where there was room before, the peer is ready already or has nothing waiting.
-        let ready = was_full && peer.unlanded < WINDOW && self.has_for(to);
+    /// `bytes` have landed at `to`.
+    pub(crate) fn handle_landed(&mut self, to: u16, bytes: u32) {
+        self.peers[usize::from(to)].unlanded -= bytes;
+    }
+
+    /// There may be room for `to`. True if there was none before, and there is something to send.
+    pub(crate) fn handle_room(&mut self, to: u16, room: impl FnOnce(u16, u32) -> u32) -> bool {
+        let peer = usize::from(to);
+        let ready = !self.ready.contains(peer)
+            && self.has_for(to)
+            && room(to, self.peers[peer].unlanded) > 0;
         if ready {
-            self.ready.insert(to.into());
+            self.ready.insert(peer);
         }
         ready
     }
@@ -212,8 +224,9 @@ mod tests {
     fn every_peer_gets_its_frames_in_the_order_of_cores_queue() {
         const NODES: usize = 70;
         const SLOW: u16 = 68;
+        const WINDOW: u32 = 1 << 20;
         let mut multicasts = Multicasts::default();
-        let mut outbox = Outbox::new(NodeId(0), NODES);
+        let mut outbox = Outbox::new(NodeId(0), NODES, 128 << 10);
         let mut queues: Vec<Queue<Frame>> = (0..NODES).map(|_| Queue::default()).collect();
         let (mut held, mut most) = (Vec::new(), 0);
         let mut random = 1u64;
@@ -242,17 +255,22 @@ mod tests {
             outbox.push(Multicast { frame, parts, peers }, &mut multicasts);
             let sent = if clock == 1_999 { u64::MAX } else { below(60) };
             if clock % 500 == 499 {
-                held.drain(..).for_each(|bytes| _ = outbox.handle_landed(SLOW, bytes));
+                held.drain(..).for_each(|bytes| outbox.handle_landed(SLOW, bytes));
+                outbox.handle_room(SLOW, |_, _| 1);
             }
             for _ in 0..sent {
-                let Some((to, id, left)) = outbox.poll_segment(&mut multicasts) else { break };
+                let room = |_, unlanded| if unlanded < WINDOW { 512 << 10 } else { 0 };
+                let segment = outbox.poll_segment(&mut multicasts, None, room);
+                let Some((to, id, cut)) = segment else { break };
+                assert!(cut.is_last(), "frames are short here");
                 let expected = queues[usize::from(to)].take_next(|frame| (*frame, true));
                 assert_eq!(Some(multicasts.frame(id, to.into())), expected);
                 multicasts.handle_landed(id);
                 if to == SLOW && clock < 1_999 {
-                    held.push(left.segment());
+                    held.push(cut.bytes());
                 } else {
-                    assert!(!outbox.handle_landed(to, left.segment()), "there was room before");
+                    outbox.handle_landed(to, cut.bytes());
+                    assert!(!outbox.handle_room(to, room), "there was room before");
                 }
                 most = most.max(outbox.late.len());
             }

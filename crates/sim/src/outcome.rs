@@ -20,6 +20,8 @@ pub struct Outcome {
     pub bytes_sent: Vec<u64>,
     /// By node: the same the other way.
     pub bytes_received: Vec<u64>,
+    /// What the switch's ports dropped, in all steps.
+    pub drops: Drops,
     /// By layer: what happened to it on worker 0 in the last step.
     pub timeline: Vec<LayerTimeline>,
     /// What a faster cluster would need first. Of a job that stopped it says nothing.
@@ -31,6 +33,17 @@ pub struct Outcome {
     pub halt: Option<Halt>,
     /// Events that were simulated: what a simulation costs.
     pub events: u64,
+}
+
+/// What was dropped because a port's queue was full. All of it was sent again.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+pub struct Drops {
+    /// Segments of at most 16 KiB.
+    pub segments: u64,
+    /// Their bytes. They are among those sent, but not among those received.
+    pub bytes: u64,
+    /// How often a connection waited for its retransmission timer.
+    pub timeouts: u64,
 }
 
 /// One layer on one worker in one step, in seconds since the step began.

@@ -35,6 +35,9 @@ pub struct Setup {
     pub placement: Placement,
     /// What lies between nodes.
     pub network: Network,
+    /// Whether links have a part of their port's budget as window (core's `port::window`), or send
+    /// long bursts to peers by chance. It counts where ports have queues.
+    pub windows: bool,
     /// What moving bytes costs a node.
     pub host: Host,
     /// Floating-point operations per second at which gradients are rebuilt from factors: by a second
@@ -135,6 +138,7 @@ impl Setup {
             chunk: Rules::default().chunk,
             placement: Rules::default().placement,
             network,
+            windows: true,
             host: Host::default(),
             rebuild_rate: None,
             stragglers: Stragglers::default(),
@@ -169,6 +173,7 @@ impl Setup {
             ("the bandwidth", self.network.bandwidth),
             ("the network's efficiency", self.network.efficiency),
             ("what a node gets out of a link", self.network.ceiling.unwrap_or(1.0)),
+            ("the queue of a port", self.network.queue.map_or(1.0, |queue| queue as f64)),
             ("the batch", self.batch as f64),
             ("the number of iterations", self.iterations as f64),
             ("the rate of rebuilding", self.rebuild_rate.unwrap_or(1.0)),

@@ -289,7 +289,8 @@ fn scheme(text: &str) -> Result<Scheme, String> {
     }
 }
 
-fn bytes(text: &str) -> Result<usize, String> {
+/// A size of whole floats, as people write it.
+pub(super) fn bytes(text: &str) -> Result<usize, String> {
     let expected = || format!("expected a size such as 4096, 64KB or 100MB, got '{text}'");
     let digits = text.trim_end_matches(|c: char| c.is_ascii_alphabetic());
     let unit = match &text[digits.len()..] {

@@ -66,6 +66,11 @@ pub(crate) struct Flags {
     #[arg(long, value_name = "TIME", value_parser = duration, allow_hyphen_values = true, help_heading = NETWORK)]
     latency: Option<Duration>,
 
+    /// What the switch's port holds for a node before it drops: 256kb, 2mb (powers of 1024) [default:
+    /// everything].
+    #[arg(long, value_name = "SIZE", value_parser = queue, help_heading = NETWORK)]
+    queue: Option<u64>,
+
     /// How fully connected layers go: 'auto' is by factors if that saves a worker 16 KiB a step, and
     /// through servers if not; 'adam' (factors to one server, matrices back) is there to compare with.
     #[arg(long, value_name = "auto|ps|sfb|adam", default_value = "auto", help_heading = EXCHANGE)]
@@ -106,6 +111,7 @@ impl Question {
         if let Some(latency) = flags.latency {
             network.latency = latency;
         }
+        network.queue = flags.queue;
         ensure!(flags.batch <= MOST_SAMPLES, "--batch must be at most {MOST_SAMPLES}");
         let (times, basis) = profile.times(&model, flags.batch)?;
         let mut setup = Setup::new(&model, times, cluster, flags.batch, network);
@@ -228,6 +234,22 @@ pub(crate) fn duration(text: &str) -> Result<Duration, String> {
     Duration::try_from_secs_f64(seconds).map_err(|_| wrong())
 }
 
+/// `256kb`, `2mb`: a port's queue, in bytes.
+pub(crate) fn queue(text: &str) -> Result<u64, String> {
+    let wrong = || format!("expected a size from 2kb to 1gb such as 256kb or 2mb, got '{text}'");
+    let lower = text.to_ascii_lowercase();
+    let digits = lower.trim_end_matches(|c: char| c.is_ascii_alphabetic());
+    let unit = match &lower[digits.len()..] {
+        "" | "b" => 1,
+        "k" | "kb" | "kib" => 1 << 10,
+        "m" | "mb" | "mib" => 1 << 20,
+        "g" | "gb" | "gib" => 1 << 30,
+        _ => return Err(wrong()),
+    };
+    let bytes = digits.parse::<u64>().ok().and_then(|number| number.checked_mul(unit));
+    bytes.filter(|bytes| (2 << 10..=1 << 30).contains(bytes)).ok_or_else(wrong)
+}
+
 const DEFAULT_MODEL: &str = "vgg19";
 const PAPER: &str = "paper-2017";
 const MODEL: &str = "What is trained";
@@ -238,3 +260,19 @@ const EXCHANGE: &str = "How layers are exchanged";
 const MOST_SAMPLES: usize = 1 << 24;
 /// To the moon takes 1.3.
 const LONGEST_LATENCY: f64 = 10.0;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn queues_are_read_as_tc_reads_them() {
+        assert_eq!(queue("256kb"), Ok(262_144));
+        assert_eq!(queue("2MB"), Ok(2 << 20));
+        assert_eq!(queue("4096"), Ok(4096));
+        for bad in ["", "kb", "1kb", "-2kb", "2 parsecs", "1.5mb", "2gb", "99999999999999999999gb"]
+        {
+            assert!(queue(bad).unwrap_err().contains("expected a size"), "{bad}");
+        }
+    }
+}

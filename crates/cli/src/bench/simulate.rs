@@ -1,0 +1,163 @@
+//! `poseidon bench simulate`: what the simulator says of `bench exchange` in a virtual cluster.
+
+use crate::bandwidth::Bandwidth;
+use crate::lab::MOST_NODES;
+use crate::plan::{duration, queue};
+use anyhow::ensure;
+use poseidon::{ChunkSize, Cluster, LayerKind, Servers};
+use poseidon_sim::outcome::Drops;
+use poseidon_sim::setup::{Jitter, Stragglers};
+use poseidon_sim::{LayerTime, Model, ModelLayer, Network, Overlap, SchemeRule, Setup, simulate};
+use serde::Serialize;
+use std::process::ExitCode;
+use std::time::Duration;
+
+/// Simulate 'poseidon bench exchange' on a cluster, to compare with a measurement.
+///
+/// Nothing is sent. The links are those of 'poseidon lab' and bench/vcluster.sh: --rate counts
+/// Ethernet, IP and TCP headers. With --queue, a port of the switch drops what its queue cannot
+/// hold, TCP sends it again, and nodes begin within about a millisecond of each other. Without
+/// --queue nothing is ever dropped.
+#[derive(clap::Args, Clone, Debug)]
+#[command(after_help = EXAMPLES)]
+pub(crate) struct Args {
+    /// Nodes, each a worker and a server.
+    #[arg(long, short = 'n', value_name = "N", default_value_t = 8,
+        value_parser = clap::value_parser!(u16).range(1..=i64::from(MOST_NODES)))]
+    nodes: u16,
+
+    /// Of every node's link, each way: 1gbit, 200mbit.
+    #[arg(
+        long,
+        short = 'r',
+        value_name = "RATE",
+        default_value = "1gbit",
+        allow_hyphen_values = true
+    )]
+    rate: Bandwidth,
+
+    /// From one node to another, one way, on top of the 30 microseconds a virtual cluster takes.
+    #[arg(long, value_name = "TIME", default_value = "0s", value_parser = duration, allow_hyphen_values = true)]
+    delay: Duration,
+
+    /// What the switch's port holds for a node before it drops: 256kb, 2mb (powers of 1024)
+    /// [default: everything].
+    #[arg(long, value_name = "SIZE", value_parser = queue)]
+    queue: Option<u64>,
+
+    /// Let nodes send long bursts to peers by chance, as without a budget of ports.
+    #[arg(long, requires = "queue")]
+    bursts: bool,
+
+    /// Size of the model, such as 64KB or 100MB (powers of 1024).
+    #[arg(long, value_name = "N", default_value = "100MB", value_parser = super::exchange::bytes)]
+    bytes: usize,
+
+    /// Iterations to count, after three that are not.
+    #[arg(long, value_name = "I", default_value_t = 10, value_parser = clap::value_parser!(u32).range(1..))]
+    iters: u32,
+
+    /// Where chance begins, where ports have queues.
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    seed: u64,
+
+    /// Print one JSON object and nothing else.
+    #[arg(long)]
+    json: bool,
+}
+
+/// What `--json` prints. The names are a contract with those who read it.
+#[derive(Serialize)]
+struct Simulated {
+    workers: u16,
+    bytes: usize,
+    iters: u32,
+    /// In bits per second.
+    rate: f64,
+    queue: Option<u64>,
+    bursts: bool,
+    seconds: Seconds,
+    bytes_sent_per_node: u64,
+    drops: Drops,
+}
+
+#[derive(Serialize)]
+struct Seconds {
+    median: f64,
+}
+
+/// Simulates, and prints what came of it.
+pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
+    let layer = ModelLayer {
+        name: "model".into(),
+        kind: LayerKind::Other,
+        parameters: args.bytes / size_of::<f32>(),
+        rows: 1,
+        forward_flops: 0.0,
+        backward_flops: 0.0,
+    };
+    let model = Model { name: "exchange".into(), layers: vec![layer] };
+    let cluster = Cluster::new(args.nodes, Servers::Colocated, 1)?;
+    let mut network = Network::virtual_cluster(args.rate.bytes());
+    network.latency += args.delay;
+    network.queue = args.queue;
+    // Where nothing drops, it does not matter whether nodes keep step.
+    let (backward, jitter) = match args.queue {
+        Some(_) => (START, Jitter::LogNormal(START_SPREAD)),
+        None => (0.0, Jitter::None),
+    };
+    let stragglers = Stragglers { jitter, slow: Vec::new() };
+    let setup = Setup {
+        scheme: SchemeRule::Ps,
+        overlap: Overlap::Backward,
+        chunk: ChunkSize::default(),
+        windows: !args.bursts,
+        stragglers,
+        iterations: (WARM_UP + args.iters) as usize,
+        seed: args.seed,
+        ..Setup::new(&model, vec![LayerTime { forward: 0.0, backward }], cluster, 1, network)
+    };
+    let outcome = simulate(&setup)?;
+    ensure!(outcome.halt.is_none(), "the simulated exchange stopped: {}", outcome.reason);
+    let simulated = Simulated {
+        workers: args.nodes,
+        bytes: args.bytes,
+        iters: args.iters,
+        rate: args.rate.bits(),
+        queue: args.queue,
+        bursts: args.bursts,
+        seconds: Seconds { median: outcome.iteration_seconds },
+        bytes_sent_per_node: outcome.bytes_sent.iter().copied().max().unwrap_or(0),
+        drops: outcome.drops,
+    };
+    if args.json {
+        println!("{}", serde_json::to_string(&simulated)?);
+        return Ok(ExitCode::SUCCESS);
+    }
+    let Drops { segments, bytes, timeouts } = simulated.drops;
+    println!("workers         {}", args.nodes);
+    println!("model           {:.3} MB", args.bytes as f64 / MB);
+    println!("time            {:.3} ms median, simulated", outcome.iteration_seconds * 1e3);
+    println!("sent per node   {:.3} MB per iteration", simulated.bytes_sent_per_node as f64 / MB);
+    println!(
+        "dropped         {segments} segments, {:.3} MB, in all iterations; {timeouts} timers ran out",
+        bytes as f64 / MB
+    );
+    Ok(ExitCode::SUCCESS)
+}
+
+/// As many as 'bench exchange' does.
+const WARM_UP: u32 = 3;
+/// Seconds after which a process begins an exchange, and how much that differs between processes. If
+/// all began at once and went on at one pace, no two of them would ever meet at a port.
+const START: f64 = 0.0005;
+const START_SPREAD: f64 = 0.5;
+const MB: f64 = (1 << 20) as f64;
+
+const EXAMPLES: &str = "\
+Examples:
+  32 nodes at an ordinary switch, 10 MB:
+    poseidon bench simulate --nodes 32 --rate 1gbit --queue 256kb --bytes 10MB
+
+  The same measured, on a machine that has the processors for it:
+    poseidon lab -n 32 -r 1gbit --queue 256kb -- poseidon bench exchange --in-cluster --bytes 10MB";

@@ -1,0 +1,56 @@
+//! `poseidon bench simulate`, the real command.
+
+use serde_json::Value;
+use std::process::{Command, Output};
+
+fn simulate(arguments: &str) -> Output {
+    Command::new(env!("CARGO_BIN_EXE_poseidon"))
+        .args(["bench", "simulate"])
+        .args(arguments.split(' '))
+        .output()
+        .unwrap()
+}
+
+fn json(arguments: &str) -> Value {
+    let output = simulate(&format!("{arguments} --json"));
+    assert!(output.status.success(), "{output:?}");
+    serde_json::from_slice(&output.stdout).unwrap()
+}
+
+/// Every node sends seven eighths of the model to its servers and as much of its sums to the others,
+/// over a link of which 1448 of 1514 bytes are payload.
+#[test]
+fn without_a_queue_an_exchange_takes_what_its_bytes_take() {
+    let answer = json("--nodes 8 --rate 1gbit --bytes 4MB");
+    let wire = 2.0 * 7.0 / 8.0 * f64::from(4 << 20) * 8.0 / 1e9 * 1514.0 / 1448.0;
+    let seconds = answer["seconds"]["median"].as_f64().unwrap();
+    assert!(seconds > wire && seconds < wire * 1.02, "{seconds} s, {wire} s by its bytes");
+    assert_eq!(answer["drops"]["segments"], 0);
+    assert_eq!((&answer["workers"], &answer["queue"]), (&8.into(), &Value::Null));
+}
+
+#[test]
+fn a_short_queue_drops_long_bursts() {
+    let bursts = json("--nodes 8 --bytes 4MB --queue 128kb --bursts");
+    assert!(bursts["drops"]["bytes"].as_u64().unwrap() > 0, "{bursts}");
+    assert_eq!((&bursts["queue"], &bursts["bursts"]), (&131_072.into(), &true.into()));
+    let turns = json("--nodes 8 --bytes 4MB --queue 2mb");
+    assert_eq!(turns["drops"]["bytes"], 0, "{turns}");
+    assert_eq!(turns["bursts"], false);
+    let text = simulate("--nodes 8 --bytes 4MB --queue 2mb");
+    let text = String::from_utf8(text.stdout).unwrap();
+    assert!(text.contains("ms median, simulated") && text.contains("0 segments"), "{text}");
+}
+
+#[test]
+fn nonsense_is_refused() {
+    for (arguments, words) in [
+        ("--bursts", "--queue"),
+        ("--queue 1kb", "expected a size from 2kb"),
+        ("--rate 1", "no unit"),
+    ] {
+        let output = simulate(arguments);
+        assert_eq!(output.status.code(), Some(2), "{output:?}");
+        assert!(String::from_utf8_lossy(&output.stderr).contains(words), "{arguments}: {output:?}");
+    }
+}
