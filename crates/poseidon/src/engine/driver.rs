@@ -8,10 +8,10 @@
 //! the links alive.
 
 use super::channel::Channel;
+use super::sharing::Sharing;
 use super::{Engine, Next};
 use crate::Error;
 use poseidon_core::NodeId;
-use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 use std::io;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, TryLockError};
 use std::time::{Duration, Instant};
@@ -104,11 +104,8 @@ impl Driver {
         let own = driver.clone();
         let thread = std::thread::Builder::new().name("poseidon-lane".into());
         let body = move || {
-            if let Some(core) = core {
-                stay_on(core);
-            }
             let _witness = Witness(&own);
-            own.run();
+            own.run(Sharing::new(core, yields));
         };
         thread.spawn(body).map_err(Error::io("starting a lane"))?;
         Ok(driver)
@@ -169,7 +166,8 @@ impl Driver {
                 if driven.stopped {
                     return self.let_go(driven, true);
                 }
-                self.drive(&mut driven, deadline, |_| is_done());
+                let mut sharing = Sharing::new(None, self.yields);
+                self.drive(&mut driven, deadline, &mut sharing, |_| is_done());
                 self.let_go(driven, false);
                 continue;
             }
@@ -210,7 +208,7 @@ impl Driver {
     }
 
     /// The body of the engine's own thread.
-    fn run(&self) {
+    fn run(&self, mut sharing: Sharing) {
         loop {
             let mut gate = lock(&self.gate);
             if !gate.kicked && !gate.stopped {
@@ -225,7 +223,7 @@ impl Driver {
             // If another thread drives, that thread looks after the links.
             let Some(mut driven) = self.try_take() else { continue };
             self.look(&mut driven, Duration::ZERO);
-            self.drive(&mut driven, None, Engine::is_idle);
+            self.drive(&mut driven, None, &mut sharing, Engine::is_idle);
             self.let_go(driven, true);
         }
     }
@@ -235,6 +233,7 @@ impl Driver {
         &self,
         driven: &mut Driven,
         deadline: Option<Instant>,
+        sharing: &mut Sharing,
         enough: impl Fn(&Engine) -> bool,
     ) {
         let until = deadline.map(|d| d.saturating_duration_since(self.epoch));
@@ -251,8 +250,8 @@ impl Driver {
                     // keep it. But once after a command, because a program that is about to wait
                     // must run to get there.
                     let commanded = driven.engine.take_commanded();
-                    if self.yields && (commanded || driven.engine.is_awaited()) {
-                        std::thread::yield_now();
+                    if commanded || driven.engine.is_awaited() {
+                        sharing.let_run();
                     }
                     Duration::ZERO
                 }
@@ -365,23 +364,6 @@ impl Drop for Witness<'_> {
             driven.stopped = true;
             self.0.let_go(driven, true);
         }
-    }
-}
-
-/// The cores this process may use.
-pub(crate) fn cores() -> Vec<usize> {
-    let allowed = sched_getaffinity(None);
-    allowed.map_or_else(
-        |_| Vec::new(),
-        |set| (0..CpuSet::MAX_CPU).filter(|&c| set.is_set(c)).collect(),
-    )
-}
-
-fn stay_on(core: usize) {
-    let mut set = CpuSet::new();
-    set.set(core);
-    if let Err(error) = sched_setaffinity(None, &set) {
-        tracing::debug!(core, %error, "a lane could not be kept on its core");
     }
 }
 

@@ -5,11 +5,13 @@
 //! [`driver::Driver`] gives an engine its thread.
 //!
 //! * `channel`: what the engine asks of sessions and groups. `driver`: which thread drives it.
+//!   `sharing`: how that thread shares its core.
 //! * `peer`: one link. `outbox`: what is sent next on it. `traffic`: what is counted.
 
 pub(crate) mod channel;
 pub(crate) mod driver;
 pub(crate) mod outbox;
+pub(crate) mod sharing;
 pub(crate) mod traffic;
 
 mod peer;
@@ -256,6 +258,9 @@ impl Engine {
         let mut over = Vec::new();
         let Channels { open, faults, .. } = &mut self.channels;
         for (&id, Slot { channel, unsent, .. }) in open {
+            if faults.iter().any(|(failed, _)| *failed == id) {
+                continue;
+            }
             let (epoch, peers) = (channel.epoch(), &mut self.peers[..]);
             let mut out = Outgoing { me: self.me, id, epoch, peers, unsent };
             match channel.poll(now, &mut out) {
@@ -421,6 +426,11 @@ impl Channels {
     /// fails now.
     fn open(&mut self, header: &Header, now: Duration) -> Option<Landing> {
         let id = header.channel;
+        // A channel that has failed is closed at the end of the turn. What comes behind the frame that
+        // broke it must not complete anything.
+        if self.is_failing(id) {
+            return None;
+        }
         let Some(Slot { channel, .. }) = self.open.get_mut(&id) else {
             // The session or group of this channel may be about to start here.
             return (!self.ended.contains(&id)).then_some(Landing::Later);
@@ -443,6 +453,11 @@ impl Channels {
                 None
             }
         }
+    }
+
+    /// Whether the channel has to be closed.
+    fn is_failing(&self, id: ChannelId) -> bool {
+        self.faults.iter().any(|(failed, _)| *failed == id)
     }
 
     /// Whether `node` may say anything on the channel, as far as is known: it may be opened later.

@@ -7,7 +7,8 @@ pub(crate) mod session_parts;
 
 use crate::Error;
 use crate::engine::Engine;
-use crate::engine::driver::{self, Driver};
+use crate::engine::driver::Driver;
+use crate::engine::sharing;
 use crate::job::book::{Book, Job};
 use crate::job::config::Config;
 use crate::job::coordinator::Coordinator;
@@ -88,7 +89,7 @@ impl Drop for Node {
 /// core, because lane k talks only to lane k. A node that has a host for itself leaves this to the
 /// scheduler.
 fn cores_to_share(config: &Config, book: &Book) -> Vec<usize> {
-    let cores = driver::cores();
+    let cores = sharing::cores();
     // With fewer lanes than cores, staying put would leave cores idle.
     let spread = usize::from(book.cluster.lanes()) >= cores.len();
     if config.pin && neighbours(config, book) > 1 && spread { cores } else { Vec::new() }
