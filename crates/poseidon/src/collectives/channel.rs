@@ -436,10 +436,12 @@ impl Channel for GroupChannel {
         }
     }
 
-    fn sent(&mut self, sent: Sent) {
-        if let Some(operation) = self.operations.iter_mut().find(|o| o.ticket == sent.receipt) {
-            operation.sent();
-        }
+    fn sent(&mut self, sent: Sent) -> bool {
+        let Some(operation) = self.operations.iter_mut().find(|o| o.ticket == sent.receipt) else {
+            return false;
+        };
+        operation.sent();
+        operation.is_complete()
     }
 
     fn handle_goodbye(&mut self, from: NodeId) {

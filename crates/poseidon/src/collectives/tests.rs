@@ -3,7 +3,7 @@
 use super::channel::{Command, GroupChannel, Shared};
 use super::work::Completion;
 use super::{Request, Tensor};
-use crate::engine::{Engine, Links};
+use crate::engine::{Engine, Links, Next};
 use poseidon_core::{ChannelId, Dtype, NodeId, ReduceOp};
 use poseidon_link::memory::{Shape, VirtualClock, pair};
 use std::ptr::NonNull;
@@ -42,8 +42,12 @@ impl Rank {
     }
 
     fn turn(&mut self, now: Duration) {
+        self.turn_and_say(now);
+    }
+
+    fn turn_and_say(&mut self, now: Duration) -> Next {
         (0..8).for_each(|node| self.engine.handle_ready(NodeId(node), true, true, false));
-        self.engine.turn(now);
+        self.engine.turn(now)
     }
 }
 
@@ -88,6 +92,30 @@ fn tensor(values: &mut [u8]) -> Tensor {
 
 fn failure(completion: &Completion) -> String {
     completion.failure().map(|error| error.to_string()).unwrap_or_default()
+}
+
+/// The last thing that happens to the operation is that a link takes its last bytes. Nothing may come
+/// from anybody afterwards, so the engine must not sleep before it has told the program.
+#[test]
+fn an_operation_that_ends_by_sending_is_reported_at_once() {
+    let shape = Shape { capacity: 1000, ..Shape::default() };
+    let mut ranks = ranks_with(2, &VirtualClock::new(), shape);
+    let now = Duration::ZERO;
+    let mut values = vec![7; 50_000];
+    let sent = ranks[0].begin(Request::Send { tensor: tensor(&mut values), to: 1, tag: 3 });
+    let mut place = vec![0; 50_000];
+    let request = Request::Receive { tensor: tensor(&mut place), from: Some(0), tag: 3 };
+    let received = ranks[1].begin(request);
+    let mut next = Next::Again;
+    while !received.is_done() {
+        next = ranks[0].turn_and_say(now);
+        ranks[1].turn(now);
+    }
+    // The link has taken all of it, and nothing more happens to it.
+    while next == Next::Again {
+        next = ranks[0].engine.turn(now);
+    }
+    assert!(sent.is_done());
 }
 
 #[test]

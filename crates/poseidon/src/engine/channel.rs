@@ -38,8 +38,8 @@ pub(crate) trait Channel: Send {
     fn landed(&mut self, from: NodeId);
 
     /// A link has taken the last byte of a message; or the receiver is gone, and the channel goes
-    /// on.
-    fn sent(&mut self, sent: Sent);
+    /// on. True if the channel has something to tell its program in the next poll.
+    fn sent(&mut self, sent: Sent) -> bool;
 
     /// `from` has said goodbye to this channel: nothing more comes from that node.
     fn handle_goodbye(&mut self, from: NodeId);

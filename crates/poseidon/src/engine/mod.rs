@@ -63,6 +63,10 @@ pub(crate) struct Channels {
     ended: BTreeSet<ChannelId>,
     /// Channels that have to be closed, and why.
     faults: Vec<(ChannelId, Error)>,
+    /// Channels that have to be closed because of a frame, and who has sent it.
+    broken_by: Vec<(ChannelId, NodeId)>,
+    /// A channel has something to tell its program, and has to be polled.
+    due: bool,
 }
 
 struct Slot {
@@ -222,7 +226,8 @@ impl Engine {
         // A channel that is closed may have left room for frames that had to wait.
         let moved = (polled.reconsider || failed) && self.reconsider(now);
         let ready = |peer: &Peer| peer.may_read() || peer.may_write();
-        if polled.busy || failed || moved || self.peers.iter().flatten().any(ready) {
+        let due = std::mem::take(&mut self.channels.due);
+        if polled.busy || due || failed || moved || self.peers.iter().flatten().any(ready) {
             return Next::Again;
         }
         Next::Sleep(polled.wake.map_or(self.next_tick, |wake| wake.min(self.next_tick)))
@@ -258,9 +263,6 @@ impl Engine {
         let mut over = Vec::new();
         let Channels { open, faults, .. } = &mut self.channels;
         for (&id, Slot { channel, unsent, .. }) in open {
-            if faults.iter().any(|(failed, _)| *failed == id) {
-                continue;
-            }
             let (epoch, peers) = (channel.epoch(), &mut self.peers[..]);
             let mut out = Outgoing { me: self.me, id, epoch, peers, unsent };
             match channel.poll(now, &mut out) {
@@ -359,6 +361,7 @@ impl Engine {
     /// Closes the channels that have failed, and tells their members why. True if there were any.
     fn close_failed(&mut self) -> bool {
         let faults = std::mem::take(&mut self.channels.faults);
+        self.channels.broken_by.clear();
         let any = !faults.is_empty();
         for (id, error) in faults {
             // The first reason is the one that counts.
@@ -426,9 +429,9 @@ impl Channels {
     /// fails now.
     fn open(&mut self, header: &Header, now: Duration) -> Option<Landing> {
         let id = header.channel;
-        // A channel that has failed is closed at the end of the turn. What comes behind the frame that
-        // broke it must not complete anything.
-        if self.is_failing(id) {
+        // The channel is closed at the end of the turn. What comes behind the frame that broke it must
+        // not complete anything.
+        if self.broken_by.contains(&(id, header.sender)) {
             return None;
         }
         let Some(Slot { channel, .. }) = self.open.get_mut(&id) else {
@@ -450,14 +453,10 @@ impl Channels {
             }
             Err(error) => {
                 self.faults.push((id, error));
+                self.broken_by.push((id, header.sender));
                 None
             }
         }
-    }
-
-    /// Whether the channel has to be closed.
-    fn is_failing(&self, id: ChannelId) -> bool {
-        self.faults.iter().any(|(failed, _)| *failed == id)
     }
 
     /// Whether `node` may say anything on the channel, as far as is known: it may be opened later.
@@ -502,7 +501,7 @@ impl Channels {
     fn let_go(&mut self, id: ChannelId, receipt: u64, payload: Payload) {
         if let Some(slot) = self.open.get_mut(&id) {
             slot.unsent -= 1;
-            slot.channel.sent(Sent { receipt, payload });
+            self.due |= slot.channel.sent(Sent { receipt, payload });
         }
     }
 

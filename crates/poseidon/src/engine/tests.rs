@@ -84,7 +84,9 @@ impl Channel for Scribe {
         self.notes.write(format!("frame {} of {from}", self.arriving[from.index()]));
     }
 
-    fn sent(&mut self, _: Sent) {}
+    fn sent(&mut self, _: Sent) -> bool {
+        false
+    }
 
     fn handle_goodbye(&mut self, from: NodeId) {
         self.notes.write(format!("goodbye of {from}"));

@@ -300,10 +300,11 @@ impl Channel for SessionLane {
         self.state.landed(from);
     }
 
-    fn sent(&mut self, sent: Sent) {
+    fn sent(&mut self, sent: Sent) -> bool {
         if sent.receipt != GOODBYE {
             self.state.sent(sent);
         }
+        false
     }
 
     fn handle_goodbye(&mut self, from: NodeId) {
