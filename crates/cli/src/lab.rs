@@ -234,18 +234,8 @@ fn switch_line(counts: &Counts) -> String {
 
 /// A size such as 256kb that holds at least a frame.
 fn queue(text: &str) -> Result<u32, String> {
-    let expected = || format!("expected a size from 2kb to 1gb such as 256kb or 2mb, got '{text}'");
-    let lower = text.to_ascii_lowercase();
-    let digits = lower.trim_end_matches(|c: char| c.is_ascii_alphabetic());
-    let unit = match &lower[digits.len()..] {
-        "" | "b" => 1,
-        "k" | "kb" | "kib" => 1 << 10,
-        "m" | "mb" | "mib" => 1 << 20,
-        "g" | "gb" | "gib" => 1 << 30,
-        _ => return Err(expected()),
-    };
-    let bytes = digits.parse::<u32>().ok().and_then(|count| count.checked_mul(unit));
-    bytes.filter(|bytes| (2 << 10..=1 << 30).contains(bytes)).ok_or_else(expected)
+    // At most 1 GB.
+    crate::plan::queue(text).map(|bytes| bytes as u32)
 }
 
 /// What helps against the refusals that people meet.
