@@ -1,4 +1,5 @@
-//! What a node's port to the network carries, and what follows for the number of lanes.
+//! What a node's port to the network carries, and what follows for the number of lanes and for the
+//! windows of links.
 
 use serde::{Deserialize, Serialize};
 use std::{fmt, str::FromStr};
@@ -89,7 +90,7 @@ pub fn window(senders: usize, shares: usize, rate: Option<Rate>) -> usize {
 const LEAST_BUDGET: usize = 192 << 10;
 /// How long the budget of a fast port keeps it busy, in seconds.
 const BUSY: f64 = 0.25e-3;
-/// A few packets: smaller windows cost more CPU time than 31 senders are worth.
+/// A few packets. With smaller windows TCP sends short segments, which cost much CPU time.
 const LEAST_WINDOW: usize = 8 << 10;
 const MOST_WINDOW: usize = 1 << 20;
 
@@ -211,6 +212,22 @@ mod tests {
         assert_eq!(merged(rates([125, 125, 1234]).to_vec()), [125, 125, 1234]);
         // Four fifths are near, less is not.
         assert_eq!(merged(rates([1000, 800, 799]).to_vec()), [800, 800, 799]);
+    }
+
+    #[test]
+    fn the_links_of_a_port_share_its_budget() {
+        let all = |senders, shares| senders * shares * window(senders, shares, None);
+        for (senders, shares) in [(2, 1), (7, 1), (15, 1), (7, 2), (3, 8)] {
+            let (all, links) = (all(senders, shares), senders * shares);
+            assert!(all <= LEAST_BUDGET && all + links > LEAST_BUDGET, "{links} links have {all}");
+        }
+        // Very many links have more than the budget: a window has a few packets.
+        assert_eq!(window(200, 1, None), LEAST_WINDOW);
+        // A fast port has a larger budget, a slow one has what it needs for small switches.
+        let [slow, fast, fastest] = rates([100, 10_000, 100_000]);
+        assert_eq!(window(7, 1, Some(slow)), window(7, 1, None));
+        assert_eq!(7 * window(7, 1, Some(fast)), 312_494);
+        assert_eq!(window(1, 1, Some(fastest)), MOST_WINDOW);
     }
 
     #[test]

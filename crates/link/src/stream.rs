@@ -12,7 +12,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 /// Bytes asked for in each socket's send and receive buffer. The kernel may grant less
-/// (`net.core.wmem_max`, `net.core.rmem_max`).
+/// (`net.core.wmem_max`, `net.core.rmem_max`). Links between hosts have smaller receive buffers
+/// ([`Link::widen`]).
 ///
 /// It holds four chunks of the default size. From 256 KiB to 2 MiB on loopback, and from 256 KiB to
 /// 1 MiB on links of 1 Gbit/s, no size stood out from the noise; 128 KiB was slower on loopback.

@@ -81,9 +81,9 @@ fn a_seed_gives_the_same_drops_again() {
 }
 
 /// Incast: everybody sends to one port at once. Some connection loses all that it has under way and
-/// waits for its timer of 200 ms. Short turns avoid that, also where nodes do not begin at once.
+/// waits for its timer of 200 ms. Small windows avoid that, also where nodes do not begin at once.
 #[test]
-fn long_bursts_cost_timers_and_short_turns_do_not() {
+fn long_bursts_cost_timers_and_small_windows_do_not() {
     for nodes in [8, 16, 32] {
         let seconds = |queue, windows| {
             let mut setup = Setup { windows, iterations: 4, ..exchange(nodes, 10, queue) };
@@ -96,11 +96,11 @@ fn long_bursts_cost_timers_and_short_turns_do_not() {
         let (bursts, drops) = seconds(Some(256 << 10), false);
         assert!(drops.timeouts > 0, "{nodes}: {drops:?}");
         assert!(bursts > free + 0.1, "{nodes}: {free} s without a queue, {bursts} s with one");
-        let (turns, fewer) = seconds(Some(256 << 10), true);
-        assert!(turns < bursts && fewer.bytes < drops.bytes / 4, "{nodes}: {turns} s, {fewer:?}");
-        let (turns, drops) = seconds(Some(2 << 20), true);
+        let (small, fewer) = seconds(Some(256 << 10), true);
+        assert!(small < bursts && fewer.bytes < drops.bytes / 4, "{nodes}: {small} s, {fewer:?}");
+        let (small, drops) = seconds(Some(2 << 20), true);
         assert_eq!(drops.timeouts, 0, "{nodes}: {drops:?}");
-        assert!(turns < free * 1.1, "{nodes}: {free} s without a queue, {turns} s with turns");
+        assert!(small < free * 1.1, "{nodes}: {free} s without a queue, {small} s with windows");
     }
 }
 
