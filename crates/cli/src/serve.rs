@@ -16,12 +16,18 @@ pub(crate) struct Args {
     /// [default: auto, or POSEIDON_LINK_RATE].
     #[arg(long, value_name = "RATE|auto|unknown")]
     link_rate: Option<LinkRate>,
+
+    /// The rack that this node is in: between racks each chunk goes once
+    /// [default: POSEIDON_RACK, or Slurm's topology].
+    #[arg(long, value_name = "NAME")]
+    rack: Option<String>,
 }
 
 /// Serves to the end of the job.
 pub(crate) fn run(args: Args) -> anyhow::Result<ExitCode> {
     let mut config = Config::from_env()?;
     config.link_rate = args.link_rate.unwrap_or(config.link_rate);
+    config.rack = args.rack.clone().or(config.rack);
     let traffic = poseidon::serve(&config)?;
     tracing::debug!(sent = traffic.bytes_sent, received = traffic.bytes_received, "served");
     Ok(ExitCode::SUCCESS)

@@ -62,6 +62,11 @@ pub(crate) struct Args {
     /// [default: auto, or POSEIDON_LINK_RATE].
     #[arg(long, value_name = "RATE|auto|unknown")]
     link_rate: Option<LinkRate>,
+
+    /// The rack that this node is in: between racks each chunk goes once
+    /// [default: POSEIDON_RACK, or Slurm's topology].
+    #[arg(long, value_name = "NAME")]
+    rack: Option<String>,
 }
 
 /// Trains, or starts the workers that do.
@@ -94,6 +99,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<ExitCode> {
     let mut config = Config::from_variables(&variable)?;
     settings.apply_to(&mut config);
     config.link_rate = args.link_rate.unwrap_or(config.link_rate);
+    config.rack = args.rack.clone().or(config.rack);
     if args.flags.workers.is_some_and(|workers| workers != config.workers) {
         let (asked, found) = (settings.workers, config.workers);
         bail!(

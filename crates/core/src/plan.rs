@@ -5,7 +5,8 @@ use crate::factors::Layout;
 use crate::scheme::{Choice, Policy, Scheme, choose};
 use crate::share::shares;
 use crate::{
-    ChunkKey, ChunkSize, Chunks, Cluster, Epoch, LaneId, Layer, LayerId, LayerKind, NodeId,
+    ChunkKey, ChunkSize, Chunks, Cluster, Epoch, LaneId, Layer, LayerId, LayerKind, NodeId, Route,
+    Tree,
 };
 use serde::{Deserialize, Serialize};
 use std::{fmt, str::FromStr};
@@ -83,6 +84,7 @@ pub struct Way {
 pub struct Plan {
     /// That of the book it was made from.
     pub epoch: Epoch,
+    tree: Tree,
     layers: Vec<LayerPlan>,
 }
 
@@ -92,6 +94,8 @@ struct LayerPlan {
     factors: Option<Layout>,
     chunks: Chunks,
     shards: Vec<Shard>,
+    /// By chunk: its [turn](Route::turn). Empty if the tree is flat: then turns change nothing.
+    turns: Vec<u32>,
 }
 
 impl Plan {
@@ -129,7 +133,8 @@ impl Plan {
                 _ => None,
             };
             let chunks = Chunks::whole(layer.len);
-            plans.push(LayerPlan { choice, factors, chunks, shards: Vec::new() });
+            let (shards, turns) = (Vec::new(), Vec::new());
+            plans.push(LayerPlan { choice, factors, chunks, shards, turns });
             placements.push(placement);
         }
         // Each kind of traffic is balanced by itself: what goes by factors says nothing about the
@@ -143,7 +148,11 @@ impl Plan {
             place_evenly(cluster, even.into_iter().map(|(layer, _)| layer).collect(), chunk);
             place_whole(cluster, whole.into_iter().map(|(layer, _)| layer).collect());
         }
-        Self { epoch: Epoch::FIRST, layers: plans }
+        let tree = Tree::new(cluster);
+        if !tree.is_flat() {
+            take_turns(cluster, &mut plans);
+        }
+        Self { epoch: Epoch::FIRST, tree, layers: plans }
     }
 
     /// The same plan for a book of another epoch.
@@ -200,6 +209,19 @@ impl Plan {
         self.layers.get(chunk.layer.index())?.shards.get(chunk.index as usize).copied()
     }
 
+    /// The hosts and racks that sums pass through.
+    pub fn tree(&self) -> &Tree {
+        &self.tree
+    }
+
+    /// The way of `chunk` to its shard and back. `None` if there is no such chunk.
+    pub fn route(&self, chunk: ChunkKey) -> Option<Route> {
+        let layer = self.layers.get(chunk.layer.index())?;
+        let at = chunk.index as usize;
+        let turn = layer.turns.get(at).copied().unwrap_or(0);
+        Some(Route { root: layer.shards.get(at)?.node, turn })
+    }
+
     /// The chunks of `layer` and their shards, in order.
     pub fn layer_chunks(&self, layer: LayerId) -> impl Iterator<Item = (ChunkKey, Shard)> + '_ {
         let shards = self.layers.get(layer.index()).map_or(&[][..], |l| &l.shards);
@@ -215,6 +237,19 @@ impl Plan {
     pub fn len(&self, chunk: ChunkKey) -> usize {
         let range = self.chunks(chunk.layer).and_then(|c| c.range(chunk.index));
         range.map_or(0, |r| r.len())
+    }
+}
+
+/// Numbers the chunks of every server, so that each host's collectors get equal parts of them.
+fn take_turns(cluster: &Cluster, layers: &mut [LayerPlan]) {
+    let mut next = vec![0; cluster.nodes()];
+    for layer in layers {
+        let mut turn = |shard: &Shard| {
+            let next = &mut next[shard.node.index()];
+            *next += 1;
+            *next - 1
+        };
+        layer.turns = layer.shards.iter().map(&mut turn).collect();
     }
 }
 

@@ -30,6 +30,8 @@ pub struct Config {
     pub lanes_by_rate: bool,
     /// What this node's port carries, or how that is to be found out.
     pub link_rate: LinkRate,
+    /// The name of the rack that this node is in, if there are racks to tell apart.
+    pub rack: Option<String>,
     /// `host:port` of the coordinator.
     pub coordinator: String,
     /// Whether this process serves the coordinator (worker 0 does, unless a launcher does).
@@ -87,6 +89,7 @@ impl Config {
     /// | `POSEIDON_SERVER` | this process is the dedicated server of this index |
     /// | `POSEIDON_LANES` | threads per node (default: half the cores, or this process's share of them; at least 2 if there are two cores, at most 8; in a job of several hosts no more than the slowest port needs) |
     /// | `POSEIDON_LINK_RATE` | what this node's port carries, such as `10gbit`; `auto` (default): it is measured in a job of several hosts; `unknown`: it counts as any other |
+    /// | `POSEIDON_RACK` | the name of this node's rack: one stream for each chunk leaves a rack; default: the switches of `SLURM_TOPOLOGY_ADDR`, where Slurm knows them |
     /// | `POSEIDON_SECRET`, `POSEIDON_SECRET_FILE` | the cluster secret; default: a file made in the user's configuration folder |
     /// | `POSEIDON_ADDRESS` | address or interface to listen on |
     /// | `POSEIDON_LINK` | `auto`, `tcp`, `unix` |
@@ -120,6 +123,7 @@ impl Config {
             lanes,
             lanes_by_rate,
             link_rate: env.parse("POSEIDON_LINK_RATE")?.unwrap_or(LinkRate::Measured),
+            rack: env.rack(),
             serves_coordinator: member == Member::Worker(0) && !served,
             cluster: env.0("POSEIDON_CLUSTER").unwrap_or(place.job),
             coordinator,
@@ -177,6 +181,7 @@ impl Config {
             lanes: default_lanes(cores(), 1, 1).0,
             lanes_by_rate: false,
             link_rate: LinkRate::Unknown,
+            rack: None,
             coordinator: "127.0.0.1:0".into(),
             serves_coordinator: true,
             address: None,
@@ -289,6 +294,18 @@ impl Env<'_> {
     fn parse<T: FromStr<Err: fmt::Display>>(&self, name: &str) -> Result<Option<T>, Error> {
         let parse = |v: String| v.parse().map_err(|e| Error::Config(format!("{name}={v}: {e}")));
         self.0(name).filter(|v| !v.is_empty()).map(parse).transpose()
+    }
+
+    /// The rack that somebody has named, or the switches above this machine, as Slurm writes them:
+    /// `switch.switch.node`.
+    fn rack(&self) -> Option<String> {
+        let given = self.0("POSEIDON_RACK").filter(|name| !name.is_empty());
+        given.or_else(|| {
+            let pattern = self.0("SLURM_TOPOLOGY_ADDR_PATTERN")?;
+            let address = self.0("SLURM_TOPOLOGY_ADDR")?;
+            let (switches, _) = address.rsplit_once('.')?;
+            pattern.starts_with("switch").then(|| switches.into())
+        })
     }
 
     fn seconds(&self, name: &str, default: u64) -> Result<Duration, Error> {

@@ -65,6 +65,7 @@ pub(crate) fn join(config: &Config, job: Option<Job>) -> Result<Joined, Error> {
     let facts = NodeFacts {
         node: config.node(),
         host: address::host_id(),
+        rack: config.rack.clone(),
         tcp: listener.tcp().to_string(),
         unix: listener.unix().map(String::from),
         version: env!("CARGO_PKG_VERSION").into(),
