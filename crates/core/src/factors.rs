@@ -114,6 +114,15 @@ impl Layout {
         Some(Route { root: NodeId(root), turn: wire_index % self.chunks() })
     }
 
+    /// The ways of all workers' chunks, and how many numbers each has when batches are full.
+    pub(crate) fn routes(&self) -> impl Iterator<Item = (Route, usize)> + '_ {
+        let all = (0..self.workers as u16).flat_map(|w| (0..self.chunks()).map(move |i| (w, i)));
+        all.map(|(worker, turn)| {
+            let root = NodeId(worker);
+            (Route { root, turn }, self.chunk(root, turn, self.batch).len())
+        })
+    }
+
     /// The lane that carries chunk `index` of any worker.
     pub fn lane(&self, index: u32) -> LaneId {
         LaneId(((u32::from(self.first_lane) + index) % u32::from(self.lanes)) as u16)

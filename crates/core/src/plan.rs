@@ -175,21 +175,25 @@ impl Plan {
         self.layers.iter().any(|l| l.factors.is_some())
     }
 
-    /// The bytes of payload that `node` sends per step for `layer`, when every batch is full.
-    pub fn bytes_sent(&self, cluster: &Cluster, node: NodeId, layer: LayerId) -> usize {
-        let Some(role) = cluster.role(node) else { return 0 };
-        let others = cluster.workers() - usize::from(role.worker);
-        let numbers = match self.factors(layer) {
-            Some(layout) if role.worker => others * layout.block(node).len(),
-            Some(_) => 0,
-            None => self
-                .layer_chunks(layer)
-                .map(|(chunk, shard)| match shard.node == node {
-                    true => others * self.len(chunk),
-                    false if role.worker => self.len(chunk),
-                    false => 0,
-                })
-                .sum(),
+    /// The bytes of payload that `node` sends per step for `layer`, to nodes of any host, when every
+    /// batch is full.
+    pub fn bytes_sent(&self, node: NodeId, layer: LayerId) -> usize {
+        let numbers: usize = match self.factors(layer) {
+            Some(layout) => {
+                // Factors that are not this node's own pass through it only in a tree.
+                let passes = |route: Route| !self.tree.is_flat() || route.root == node;
+                let ways = layout.routes().filter(|(route, _)| passes(*route));
+                ways.map(|(route, len)| self.tree.children(node, route).len() * len).sum()
+            }
+            None => {
+                let sent = |(chunk, _)| {
+                    let route = self.route(chunk)?;
+                    let results = self.tree.children(node, route).len();
+                    let sums = usize::from(self.tree.contributes(node, route));
+                    Some((sums + results) * self.len(chunk))
+                };
+                self.layer_chunks(layer).filter_map(sent).sum()
+            }
         };
         numbers * size_of::<f32>()
     }
@@ -460,7 +464,7 @@ mod tests {
             let plan = Plan::new(&cluster, std::slice::from_ref(&fc), rules);
             let p2 = cluster.server_ids().count();
             let setting = Setting { m: 1024, n: 2048, batch: 32, workers: 8, servers: p2 };
-            let sent = |node| plan.bytes_sent(&cluster, NodeId(node), LayerId(0)) as f64;
+            let sent = |node| plan.bytes_sent(NodeId(node), LayerId(0)) as f64;
             let (expected, at) = match (servers, policy) {
                 (Servers::Dedicated(_), _) => (setting.ps_server(), 8),
                 (_, Policy::Sfb) => (setting.sfb_worker(), 0),
@@ -493,7 +497,7 @@ mod tests {
         assert_eq!(plan.choice(LayerId(1)).unwrap().scheme, Scheme::Sfb);
         let sent = |node| {
             let layers = (0..3).map(LayerId);
-            layers.map(|l| plan.bytes_sent(&cluster, NodeId(node), l)).sum::<usize>() as f64
+            layers.map(|l| plan.bytes_sent(NodeId(node), l)).sum::<usize>() as f64
         };
         for node in 1..4 {
             assert!((sent(node) / sent(0) - 1.0).abs() < 0.02, "node {node}: {}", sent(node));
@@ -510,7 +514,7 @@ mod tests {
             let plan = Plan::new(&cluster, &layers, Rules::default());
             let sent = |node| -> usize {
                 let layers = (0..lens.len() as u32).map(LayerId);
-                layers.map(|layer| plan.bytes_sent(&cluster, NodeId(node), layer)).sum()
+                layers.map(|layer| plan.bytes_sent(NodeId(node), layer)).sum()
             };
             let sent: Vec<_> = (0..workers).map(sent).collect();
             let (least, most) = (sent.iter().min().unwrap(), sent.iter().max().unwrap());

@@ -154,6 +154,12 @@ impl Tree {
         node == route.root || of_host() || of_rack()
     }
 
+    /// Whether `node` sends something towards the root: it is a worker, and not the root.
+    pub fn contributes(&self, node: NodeId, route: Route) -> bool {
+        let workers = &self.hosts[usize::from(self.host(node))].workers;
+        node != route.root && workers.binary_search(&node).is_ok()
+    }
+
     /// The nodes whose parent is `node`, in order.
     pub fn children(&self, node: NodeId, route: Route) -> Vec<NodeId> {
         let mut nodes = Vec::new();

@@ -30,6 +30,9 @@ pub struct Config {
     pub lanes_by_rate: bool,
     /// What this node's port carries, or how that is to be found out.
     pub link_rate: LinkRate,
+    /// The name of the host that this node counts as on; `None`: the machine's own. Nodes of one host
+    /// share memory and contribute together.
+    pub host: Option<String>,
     /// The name of the rack that this node is in, if there are racks to tell apart.
     pub rack: Option<String>,
     /// `host:port` of the coordinator.
@@ -89,6 +92,7 @@ impl Config {
     /// | `POSEIDON_SERVER` | this process is the dedicated server of this index |
     /// | `POSEIDON_LANES` | threads per node (default: half the cores, or this process's share of them; at least 2 if there are two cores, at most 8; in a job of several hosts no more than the slowest port needs) |
     /// | `POSEIDON_LINK_RATE` | what this node's port carries, such as `10gbit`; `auto` (default): it is measured in a job of several hosts; `unknown`: it counts as any other |
+    /// | `POSEIDON_HOST` | the name of the host that this node counts as on (default: the machine's own); nodes of one host share memory and contribute together, so containers that cannot share memory need names of their own |
     /// | `POSEIDON_RACK` | the name of this node's rack: one stream for each chunk leaves a rack; default: the switches of `SLURM_TOPOLOGY_ADDR`, where Slurm knows them |
     /// | `POSEIDON_SECRET`, `POSEIDON_SECRET_FILE` | the cluster secret; default: a file made in the user's configuration folder |
     /// | `POSEIDON_ADDRESS` | address or interface to listen on |
@@ -123,6 +127,7 @@ impl Config {
             lanes,
             lanes_by_rate,
             link_rate: env.parse("POSEIDON_LINK_RATE")?.unwrap_or(LinkRate::Measured),
+            host: env.0("POSEIDON_HOST").filter(|name| !name.is_empty()),
             rack: env.rack(),
             serves_coordinator: member == Member::Worker(0) && !served,
             cluster: env.0("POSEIDON_CLUSTER").unwrap_or(place.job),
@@ -181,6 +186,7 @@ impl Config {
             lanes: default_lanes(cores(), 1, 1).0,
             lanes_by_rate: false,
             link_rate: LinkRate::Unknown,
+            host: None,
             rack: None,
             coordinator: "127.0.0.1:0".into(),
             serves_coordinator: true,
