@@ -3,7 +3,9 @@
 use crate::optim::OptimizerError;
 use crate::plan::{Placement, Rules};
 use crate::store::Order;
-use crate::{ChunkSize, Cluster, Epoch, JobId, Layer, LayerKind, NodeId, Optimizer, Plan, Policy};
+use crate::{
+    ChunkSize, Cluster, Epoch, JobId, LaneId, Layer, LayerKind, NodeId, Optimizer, Plan, Policy,
+};
 use serde::{Deserialize, Serialize};
 use std::collections::HashSet;
 
@@ -42,6 +44,9 @@ pub struct NodeFacts {
     pub rack: Option<String>,
     /// Where it listens, as `address:port`.
     pub tcp: String,
+    /// Where it listens on other interfaces, if it has several.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub other_tcp: Vec<String>,
     /// The name of its unix socket, if it has one.
     pub unix: Option<String>,
     /// The Poseidon it runs.
@@ -49,6 +54,21 @@ pub struct NodeFacts {
     /// Whether it can multiply on tiles, whose sums differ in their last bits from those of vectors.
     #[serde(default)]
     pub tiles: bool,
+}
+
+impl NodeFacts {
+    /// Number of interfaces that its lanes are spread over.
+    pub fn interfaces(&self) -> usize {
+        1 + self.other_tcp.len()
+    }
+
+    /// Where `lane` is called: lanes take the interfaces in turn.
+    pub fn address(&self, lane: LaneId) -> &str {
+        match lane.index() % self.interfaces() {
+            0 => &self.tcp,
+            other => &self.other_tcp[other - 1],
+        }
+    }
 }
 
 /// A book that cannot be of any job.
@@ -308,6 +328,7 @@ mod tests {
             host: String::new(),
             rack: None,
             tcp: String::new(),
+            other_tcp: Vec::new(),
             unix: None,
             version: String::new(),
             tiles: false,

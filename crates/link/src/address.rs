@@ -1,6 +1,7 @@
 //! Which local address a node listens on, and why that one.
 
 use crate::secret::random_number;
+use socket2::Socket;
 use std::fmt;
 use std::io;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr, ToSocketAddrs, UdpSocket};
@@ -29,6 +30,14 @@ pub enum AddressError {
         wanted: String,
         /// The interfaces there are.
         known: Interfaces,
+    },
+    /// Two of several names mean the same address.
+    #[error("`{wanted}` names {ip} twice: lanes share interfaces, so each is named once")]
+    Twice {
+        /// What was asked for.
+        wanted: String,
+        /// The address that is named twice.
+        ip: IpAddr,
     },
     /// The address is another machine's.
     #[error("{ip} is not an address of this machine, which has: {known}")]
@@ -99,6 +108,51 @@ pub fn choose(wanted: Option<&str>, coordinator: &str) -> Result<Choice, Address
     // is not known, it is IPv4.
     let target = resolve(coordinator).ok().and_then(|targets| targets.first().copied());
     interfaces.pick(wanted, target.is_some_and(|target| target.is_ipv6()))
+}
+
+/// As [`choose`], where `wanted` may be several addresses or interfaces with commas between them. The
+/// choices are in that order.
+pub fn choose_each(wanted: Option<&str>, coordinator: &str) -> Result<Vec<Choice>, AddressError> {
+    let Some(names) = wanted.filter(|wanted| wanted.contains(',')) else {
+        return choose(wanted, coordinator).map(|choice| vec![choice]);
+    };
+    let mut choices: Vec<Choice> = Vec::new();
+    for name in names.split(',').map(str::trim).filter(|name| !name.is_empty()) {
+        let choice = choose(Some(name), coordinator)?;
+        if choices.iter().any(|other| other.ip == choice.ip) {
+            return Err(AddressError::Twice { wanted: names.to_owned(), ip: choice.ip });
+        }
+        choices.push(choice);
+    }
+    if choices.is_empty() {
+        let (wanted, known) = (names.to_owned(), Interfaces::list()?);
+        return Err(AddressError::UnknownInterface { wanted, known });
+    }
+    Ok(choices)
+}
+
+impl Choice {
+    /// Keeps what `socket` sends to the interface. Where a machine has several interfaces in one
+    /// network, the system would send everything through one of them, whatever the socket's address.
+    pub(crate) fn keep(&self, socket: &Socket) {
+        let Some(interface) = self.interface.as_deref().filter(|_| !self.ip.is_loopback()) else {
+            return;
+        };
+        if let Err(error) = socket.bind_device(Some(interface.as_bytes())) {
+            tracing::warn!(
+                %interface, %error,
+                "a connection cannot be kept to its interface: the system's routes decide"
+            );
+        }
+    }
+
+    /// The NUMA node that the interface is attached to, where the machine says so.
+    pub fn numa_node(&self) -> Option<usize> {
+        let interface = self.interface.as_deref()?;
+        let path = format!("/sys/class/net/{interface}/device/numa_node");
+        // It is -1 where there are no such nodes.
+        std::fs::read_to_string(path).ok()?.trim().parse().ok()
+    }
 }
 
 /// Whether `ip` is an address of this machine: one that can be listened on.

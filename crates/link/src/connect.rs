@@ -1,4 +1,5 @@
 use crate::Credentials;
+use crate::address::Choice;
 use crate::descriptors;
 use crate::handshake::{self, HandshakeError};
 use crate::secret::random_number;
@@ -115,21 +116,24 @@ pub fn connect(
     credentials: &Credentials,
     deadline: Instant,
 ) -> Result<Stream, ConnectError> {
-    call(to, caller, credentials, deadline, None)
+    call(None, to, caller, credentials, deadline, None)
 }
 
-/// As [`connect`], but ends soon after `cancelled` has become true.
+/// As [`connect`], but ends soon after `cancelled` has become true. A TCP connection is made from the
+/// address and the interface `from`, if there is one.
 pub fn connect_unless(
     cancelled: &Arc<AtomicBool>,
+    from: Option<&Choice>,
     to: &Address,
     caller: Caller,
     credentials: &Credentials,
     deadline: Instant,
 ) -> Result<Stream, ConnectError> {
-    call(to, caller, credentials, deadline, Some(cancelled))
+    call(from, to, caller, credentials, deadline, Some(cancelled))
 }
 
 fn call(
+    from: Option<&Choice>,
     to: &Address,
     caller: Caller,
     credentials: &Credentials,
@@ -152,7 +156,7 @@ fn call(
         };
         for target in targets {
             attempts += 1;
-            match attempt(&target, caller, credentials, deadline, cancelled) {
+            match attempt(from, &target, caller, credentials, deadline, cancelled) {
                 Ok(stream) => return Ok(stream),
                 Err(_) if is_cancelled() => {
                     return Err(ConnectError::CalledOff { address: to.clone() });
@@ -184,13 +188,14 @@ fn call(
 
 /// One connection and one handshake.
 fn attempt(
+    from: Option<&Choice>,
     target: &SockAddr,
     caller: Caller,
     credentials: &Credentials,
     deadline: Instant,
     cancelled: Option<&Arc<AtomicBool>>,
 ) -> Result<Stream, HandshakeError> {
-    let socket = open(target, deadline)?;
+    let socket = open(from, target, deadline)?;
     let mut stream = Stream::new(socket, target)?;
     stream.set_deadline(Some(deadline));
     stream.set_cancelled(cancelled.cloned());
@@ -204,8 +209,12 @@ fn attempt(
     Ok(stream)
 }
 
-fn open(target: &SockAddr, deadline: Instant) -> io::Result<Socket> {
+fn open(from: Option<&Choice>, target: &SockAddr, deadline: Instant) -> io::Result<Socket> {
     let socket = socket_for(target)?;
+    if let Some(from) = from.filter(|_| !target.is_unix()) {
+        from.keep(&socket);
+        socket.bind(&SocketAddr::new(from.ip, 0).into())?;
+    }
     if target.is_unix() {
         // This socket gets a name of its own, so that the listener's log can say who called.
         let name = format!("poseidon-{}-{:016x}", std::process::id(), random_number()? as u64);

@@ -1,4 +1,5 @@
 use crate::Credentials;
+use crate::address::Choice;
 use crate::descriptors::{self, Need};
 use crate::handshake::{self, HandshakeError, Proven};
 use crate::secret::random_number;
@@ -21,7 +22,7 @@ use std::time::{Duration, Instant};
 /// they wait.
 #[derive(Debug)]
 pub struct Listener {
-    tcp: SocketAddr,
+    tcp: Vec<SocketAddr>,
     unix: Option<String>,
     /// The listening sockets: the TCP one and, if there is one, the unix one.
     sockets: Vec<Socket>,
@@ -68,17 +69,8 @@ impl Listener {
     /// Opens `ip` on `port` (0: any that is free) and, where the system has them and `unix` says
     /// so, an abstract unix socket with a random name.
     pub fn bind(ip: IpAddr, port: u16, unix: bool) -> Result<Self, BindError> {
-        let address = SocketAddr::new(ip, port);
-        let (tcp, listening) = open_tcp(address).map_err(|source| match source.kind() {
-            ErrorKind::AddrInUse => BindError::InUse { address },
-            ErrorKind::AddrNotAvailable => BindError::NotLocal { address },
-            ErrorKind::PermissionDenied => BindError::Forbidden { address },
-            _ => {
-                let source = descriptors::explain(source, None);
-                BindError::Other { address: address.to_string(), source }
-            }
-        })?;
-        let mut listener = Self { tcp, unix: None, sockets: vec![listening], need: None };
+        let mut listener = Self { tcp: Vec::new(), unix: None, sockets: Vec::new(), need: None };
+        listener.open(SocketAddr::new(ip, port), None)?;
         if unix && cfg!(target_os = "linux") {
             let (name, listening) = open_unix().map_err(|source| BindError::Other {
                 address: "an abstract unix socket".to_owned(),
@@ -90,9 +82,47 @@ impl Listener {
         Ok(listener)
     }
 
-    /// The TCP address, with the port the system chose.
+    /// As [`bind`](Self::bind), on each of `choices`, on any port that is free. If there are several,
+    /// connections stay on the interfaces they come in by.
+    pub fn bind_each(choices: &[Choice], unix: bool) -> Result<Self, BindError> {
+        let (first, others) = choices.split_first().expect("a node listens somewhere");
+        if others.is_empty() {
+            return Self::bind(first.ip, 0, unix);
+        }
+        let mut listener = Self::bind(first.ip, 0, unix)?;
+        first.keep(&listener.sockets[0]);
+        for choice in others {
+            listener.open(SocketAddr::new(choice.ip, 0), Some(choice))?;
+        }
+        Ok(listener)
+    }
+
+    fn open(&mut self, address: SocketAddr, on: Option<&Choice>) -> Result<(), BindError> {
+        let (tcp, listening) = open_tcp(address).map_err(|source| match source.kind() {
+            ErrorKind::AddrInUse => BindError::InUse { address },
+            ErrorKind::AddrNotAvailable => BindError::NotLocal { address },
+            ErrorKind::PermissionDenied => BindError::Forbidden { address },
+            _ => {
+                let source = descriptors::explain(source, None);
+                BindError::Other { address: address.to_string(), source }
+            }
+        })?;
+        if let Some(choice) = on {
+            choice.keep(&listening);
+        }
+        self.tcp.push(tcp);
+        self.sockets.push(listening);
+        Ok(())
+    }
+
+    /// The TCP address, with the port the system chose. The first, if there are several.
     pub fn tcp(&self) -> SocketAddr {
-        self.tcp
+        self.tcp[0]
+    }
+
+    /// All TCP addresses.
+    pub fn addresses(&self) -> &[SocketAddr] {
+        &self.tcp
     }
 
     /// The name of the abstract unix socket, if there is one.
@@ -151,7 +181,7 @@ impl Listener {
         let thread = thread::Builder::new()
             .name("poseidon-accept".to_owned())
             .spawn(move || acceptor.run(poll))?;
-        Ok(Serving { tcp: self.tcp, unix: self.unix, stop, waker, thread: Some(thread) })
+        Ok(Serving { tcp: self.tcp[0], unix: self.unix, stop, waker, thread: Some(thread) })
     }
 }
 

@@ -495,7 +495,7 @@ fn a_call_that_is_not_wanted_any_more_ends() {
         let calls = [silent, refusing].map(|to| {
             let to = Address::Tcp(to);
             let ours = credentials("sesame");
-            let call = move || connect_unless(cancelled, &to, lane(1, 0), &ours, later());
+            let call = move || connect_unless(cancelled, None, &to, lane(1, 0), &ours, later());
             scope.spawn(call)
         });
         thread::sleep(Duration::from_millis(50));

@@ -55,8 +55,8 @@ pub use memory::factors::Factors;
 pub use poseidon_core::plan::{Placement, Rules};
 pub use poseidon_core::store::Order;
 pub use poseidon_core::{
-    ChunkSize, Clock, Cluster, Dtype, Epoch, JobId, Layer, LayerId, LayerKind, NodeId, Optimizer,
-    Plan, Policy, ReduceOp, Reduction, Scheme, Servers,
+    ChunkSize, Clock, Cluster, Dtype, Epoch, JobId, LaneId, Layer, LayerId, LayerKind, NodeId,
+    Optimizer, Plan, Policy, ReduceOp, Reduction, Scheme, Servers,
 };
 pub use poseidon_link::Secret;
 pub use server::serve;

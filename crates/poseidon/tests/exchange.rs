@@ -4,7 +4,9 @@ mod cluster;
 
 use cluster::Layout;
 use poseidon::config::Carriers;
-use poseidon::{Buffer, ChunkSize, Clock, Error, Layer, Optimizer, Reduction, Servers, Session};
+use poseidon::{
+    Buffer, ChunkSize, Clock, Error, LaneId, Layer, Optimizer, Reduction, Servers, Session,
+};
 
 const CHUNK: usize = 256;
 const PER_CHUNK: usize = CHUNK / 4;
@@ -95,6 +97,34 @@ fn sums_are_exact_across_hosts_and_racks() {
     check(Layout { servers, hosts: &[3, 3, 1], ..Layout::workers(5) }, true);
     let servers = Servers::Mixed(1);
     check(Layout { servers, hosts: &[2, 2, 2], racks: &[2, 1], ..Layout::workers(5) }, true);
+}
+
+/// A machine with several interfaces has lanes on all of them. Here they are addresses of the
+/// loopback interface.
+#[test]
+fn lanes_are_spread_over_interfaces() {
+    let layout = Layout { carrier: Carriers::Tcp, lanes: 3, ..Layout::workers(3) };
+    let (_coordinator, mut config) = layout.coordinator();
+    config.address = Some("127.0.0.1, 127.0.0.2".into());
+    let sizes = [40 * PER_CHUNK + 13];
+    let describe = |builder: poseidon::session::Builder| {
+        builder.layer(Layer::new("layer0", sizes[0])).chunk_size(ChunkSize::at_most(CHUNK))
+    };
+    let describe = |builder| describe(builder).optimizer(Optimizer::Reduce(Reduction::Sum));
+    let results = layout.run_with(&config, describe, |session| {
+        for facts in &session.book().nodes {
+            let on = |lane| facts.address(LaneId(lane)).rsplit_once(':').map(|(ip, _)| ip);
+            let lanes = [0, 1, 2].map(on);
+            assert_eq!(lanes, [Some("127.0.0.1"), Some("127.0.0.2"), Some("127.0.0.1")]);
+        }
+        exchange(&session, &sizes)?;
+        session.finish()
+    });
+    results.into_iter().for_each(|result| result.unwrap());
+    config.address = Some("127.0.0.1,127.0.0.1".into());
+    let twice = layout.run_with(&config, describe, |session| session.finish());
+    let words = twice[0].as_ref().unwrap_err().to_string();
+    assert!(words.contains("names 127.0.0.1 twice"), "{words}");
 }
 
 #[test]

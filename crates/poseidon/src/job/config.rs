@@ -39,7 +39,7 @@ pub struct Config {
     pub coordinator: String,
     /// Whether this process serves the coordinator (worker 0 does, unless a launcher does).
     pub serves_coordinator: bool,
-    /// The address or interface to listen on. `None`: the one that routes to the coordinator.
+    /// The address or interface to listen on, or several with commas between them. `None`: the one that routes to the coordinator.
     pub address: Option<String>,
     /// What may carry links.
     pub carrier: Carriers,
@@ -95,7 +95,7 @@ impl Config {
     /// | `POSEIDON_HOST` | the name of the host that this node counts as on (default: the machine's own); nodes of one host share memory and contribute together, so containers that cannot share memory need names of their own |
     /// | `POSEIDON_RACK` | the name of this node's rack: one stream for each chunk leaves a rack; default: the switches of `SLURM_TOPOLOGY_ADDR`, where Slurm knows them |
     /// | `POSEIDON_SECRET`, `POSEIDON_SECRET_FILE` | the cluster secret; default: a file made in the user's configuration folder |
-    /// | `POSEIDON_ADDRESS` | address or interface to listen on |
+    /// | `POSEIDON_ADDRESS` | address or interface to listen on; several with commas: lanes take them in turn |
     /// | `POSEIDON_LINK` | `auto`, `tcp`, `unix` |
     /// | `POSEIDON_PIN` | `0`: never keep lanes on one core each, not even where nodes share a host |
     /// | `POSEIDON_CLUSTER` | the job's name |

@@ -438,6 +438,7 @@ mod tests {
             host: String::new(),
             rack: None,
             tcp: String::new(),
+            other_tcp: Vec::new(),
             unix: None,
             version: String::new(),
             tiles: false,

@@ -234,6 +234,7 @@ mod tests {
                 host: "here".into(),
                 rack: None,
                 tcp: "127.0.0.1:9".into(),
+                other_tcp: Vec::new(),
                 unix: None,
                 version: "0".into(),
                 tiles: false,

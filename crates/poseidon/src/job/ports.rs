@@ -19,6 +19,8 @@ pub(crate) struct Claims {
     hosts: Vec<u16>,
     /// By host: the number of its rack; empty if no node names a rack.
     racks: Vec<u16>,
+    /// By node: its interfaces.
+    interfaces: Vec<u16>,
     /// Worker 0's number of lanes.
     lanes: u16,
     /// Whether that is only the most.
@@ -53,7 +55,8 @@ impl Claims {
         let first = joins.clone().next();
         let named = joins.clone().any(|join| join.facts.rack.is_some());
         Self {
-            rates: joins.map(|join| join.link_rate).collect(),
+            rates: joins.clone().map(|join| join.link_rate).collect(),
+            interfaces: joins.map(|join| join.facts.interfaces() as u16).collect(),
             hosts: host_of,
             racks: if named { rack_of } else { Vec::new() },
             lanes: first.map_or(1, |join| join.lanes),
@@ -109,20 +112,28 @@ impl Claims {
                 let out = seen.iter().filter(|(from, ..)| here(*from)).map(|seen| seen.2).max();
                 let back = seen.iter().filter(|(_, to, _)| here(*to)).map(|seen| seen.2).max();
                 let measured = out.into_iter().chain(back).min().map(judge_measured);
-                rates.push(given.or(measured));
+                // Lane 0 is measured, which uses one of the interfaces.
+                let all = |rate: Rate| {
+                    Rate::nearest(rate.bits() as f64 * f64::from(self.interfaces[node]))
+                };
+                rates.push(given.or(measured.map(all)));
             }
             ports.push(number);
         }
+        // Every interface has a lane, or it would carry nothing.
+        let most_interfaces = self.interfaces.iter().copied().max().unwrap_or(1);
         let Some(fastest) = rates.iter().flatten().copied().max() else {
-            let doubt = if self.lanes_by_rate { LANES_IN_DOUBT } else { self.lanes };
-            return cluster.with_lanes(self.lanes.min(doubt));
+            return cluster.with_lanes(match self.lanes_by_rate {
+                true => self.lanes.min(LANES_IN_DOUBT).max(most_interfaces),
+                false => self.lanes,
+            });
         };
         let mut rates: Vec<Rate> = rates.into_iter().map(|rate| rate.unwrap_or(fastest)).collect();
         merge_rates(&mut rates);
         // The slowest port is everybody's bound: more lanes than it needs gain nothing.
         let slowest = rates.iter().copied().min().unwrap_or(fastest);
         let by_rate = lanes_for(slowest, self.lanes);
-        let lanes = if self.lanes_by_rate { by_rate } else { self.lanes };
+        let lanes = if self.lanes_by_rate { by_rate.max(most_interfaces) } else { self.lanes };
         let port = |number: u16| Port { number, rate: rates[usize::from(number)] };
         cluster.with_lanes(lanes)?.with_ports(ports.into_iter().map(port).collect())
     }
@@ -204,8 +215,9 @@ mod tests {
     }
 
     fn claims(rates: &[LinkRate], hosts: &[u16]) -> Claims {
+        let interfaces = vec![1; hosts.len()];
         let (rates, hosts, racks) = (rates.to_vec(), hosts.to_vec(), Vec::new());
-        Claims { rates, hosts, racks, lanes: 8, lanes_by_rate: true }
+        Claims { rates, hosts, racks, interfaces, lanes: 8, lanes_by_rate: true }
     }
 
     fn settled(claims: &Claims, seen: &[(u16, u16, u64)]) -> Cluster {

@@ -9,11 +9,11 @@ use crate::job::coordinator::Coordinator;
 use crate::job::line::ControlLine;
 use crate::job::probe::{Links, Probe};
 use poseidon_core::wire::{Hello, Purpose, Status};
-use poseidon_core::{Epoch, JobId, LaneId, NodeId, Tree};
+use poseidon_core::{Epoch, JobId, LaneId, NodeId, Rate, Tree};
 use poseidon_link::descriptors::{self, Need, Shortage};
 use poseidon_link::{
     Address, BindError, Caller, ConnectError, Credentials, Listener, SOCKET_BUFFER, Serving,
-    Stream, address, connect, connect_unless,
+    Stream, address, address::Choice, connect, connect_unless,
 };
 use poseidon_matrix::Unit;
 use std::collections::BTreeSet;
@@ -51,15 +51,16 @@ pub(crate) fn join(config: &Config, job: Option<Job>) -> Result<Joined, Error> {
         None => config.coordinator.clone(),
     };
 
-    let choice = address::choose(config.address.as_deref(), &meeting_point)?;
-    let interface = choice.interface.as_deref().unwrap_or("?");
-    let (ip, reason) = (choice.ip, &choice.reason);
-    if ip.is_loopback() {
-        tracing::debug!(%interface, "listening at {ip}, {reason}");
-    } else {
-        tracing::info!(%interface, "listening at {ip}, {reason}");
+    let choices = address::choose_each(config.address.as_deref(), &meeting_point)?;
+    for Choice { ip, interface, reason } in &choices {
+        let interface = interface.as_deref().unwrap_or("?");
+        if ip.is_loopback() {
+            tracing::debug!(%interface, "listening at {ip}, {reason}");
+        } else {
+            tracing::info!(%interface, "listening at {ip}, {reason}");
+        }
     }
-    let listener = Listener::bind(choice.ip, 0, config.carrier != Carriers::Tcp)
+    let listener = Listener::bind_each(&choices, config.carrier != Carriers::Tcp)
         .map_err(|e| with_need(e.into(), need))?
         .needing(need);
     let facts = NodeFacts {
@@ -67,6 +68,7 @@ pub(crate) fn join(config: &Config, job: Option<Job>) -> Result<Joined, Error> {
         host: config.host.clone().unwrap_or_else(address::host_id),
         rack: config.rack.clone(),
         tcp: listener.tcp().to_string(),
+        other_tcp: listener.addresses()[1..].iter().map(ToString::to_string).collect(),
         unix: listener.unix().map(String::from),
         version: env!("CARGO_PKG_VERSION").into(),
         tiles: Unit::available().contains(&Unit::Tiles),
@@ -97,7 +99,7 @@ pub(crate) fn join(config: &Config, job: Option<Job>) -> Result<Joined, Error> {
         let need = Need { lanes: book.cluster.lanes().into(), ..need };
         descriptors::reserve(need)?;
         run.begin(book, draft);
-        Opening { config, book, credentials: &credentials, line: &line }
+        Opening { config, book, choices: &choices, credentials: &credentials, line: &line }
             .gather_links(&arrivals, links)
             .map_err(|error| with_need(error, need))
     };
@@ -115,7 +117,18 @@ pub(crate) fn join(config: &Config, job: Option<Job>) -> Result<Joined, Error> {
     opened.inspect_err(|error| line.give_up(error.to_string()))?;
     run.connected();
     tell_ports(&book, config.node());
+    tell_lanes(&book, &choices);
     Ok(Joined { book, links, line, serving, coordinator })
+}
+
+/// Says which lane uses which interface, if there are several.
+fn tell_lanes(book: &Book, choices: &[Choice]) {
+    for lane in book.cluster.lane_ids().filter(|_| choices.len() > 1) {
+        let choice = &choices[lane.index() % choices.len()];
+        let interface = choice.interface.as_deref().unwrap_or("?");
+        let numa = choice.numa_node().map(|node| format!(", NUMA node {node}")).unwrap_or_default();
+        tracing::info!("lane {lane} uses {interface}, {}{numa}", choice.ip);
+    }
 }
 
 fn serve_coordinator(config: &Config) -> Result<Coordinator, Error> {
@@ -261,6 +274,8 @@ fn receive_callers(
 struct Opening<'a> {
     config: &'a Config,
     book: &'a Book,
+    /// This node's interfaces, one or several.
+    choices: &'a [Choice],
     credentials: &'a Credentials,
     line: &'a ControlLine,
 }
@@ -309,8 +324,11 @@ impl Opening<'_> {
         let neighbours = cluster.node_ids().filter(|node| !away(node)).count();
         let all: Vec<NodeId> = cluster.partners(me).into_iter().filter(away).collect();
         let senders = if tree.is_flat() { all.clone() } else { tree.senders(me) };
-        let shares = neighbours * links.len();
+        // Lanes share the interfaces, and so the port's rate.
+        let interfaces = self.choices.len();
+        let shares = neighbours * links.len().div_ceil(interfaces);
         let rate = cluster.ports().get(me.index()).map(|port| port.rate);
+        let rate = rate.map(|rate| Rate::nearest(rate.bits() as f64 / interfaces as f64));
         for (node, link) in links.iter_mut().flatten() {
             // One sender does not overflow a port that is as fast as its own. On a long way, queues
             // are not what takes time, and a small window would.
@@ -338,10 +356,13 @@ impl Opening<'_> {
         let (purpose, me) = (Purpose::Lane, config.node());
         let share_memory = config.carrier == Carriers::Auto;
         for &node in nodes {
-            let to = route(config, book, node)?;
             for &lane in lanes {
+                let to = route(config, book, node, lane)?;
                 let caller = Caller { purpose, node: me, lane, identity, epoch };
-                let stream = connect_unless(line.alarm(), &to, caller, credentials, deadline);
+                // A node with one interface leaves the way to the system's routes.
+                let from = self.choices.get(lane.index() % self.choices.len());
+                let from = from.filter(|_| self.choices.len() > 1);
+                let stream = connect_unless(line.alarm(), from, &to, caller, credentials, deadline);
                 let stream = stream.map_err(|e| {
                     Error::connect(format!("reaching {} at {to}", book.cluster.name(node)), e)
                 })?;
@@ -431,7 +452,7 @@ fn with_need(error: Error, need: Need) -> Error {
 }
 
 /// How to reach `node`: a unix socket if it is on this host, unless told otherwise.
-fn route(config: &Config, book: &Book, node: NodeId) -> Result<Address, Error> {
+fn route(config: &Config, book: &Book, node: NodeId, lane: LaneId) -> Result<Address, Error> {
     let (mine, theirs) = (&book.nodes[config.node().index()], &book.nodes[node.index()]);
     let same_host = mine.host == theirs.host;
     match (&theirs.unix, config.carrier) {
@@ -443,7 +464,7 @@ fn route(config: &Config, book: &Book, node: NodeId) -> Result<Address, Error> {
             book.cluster.name(node),
             theirs.tcp
         ))),
-        _ => Ok(Address::Tcp(theirs.tcp.clone())),
+        _ => Ok(Address::Tcp(theirs.address(lane).into())),
     }
 }
 
