@@ -5,7 +5,8 @@
 use crate::Error;
 pub use crate::job::link_rate::LinkRate;
 use crate::job::link_rate::{cores, default_lanes};
-use poseidon_core::{NodeId, Servers};
+use poseidon_core::budget::Limit;
+use poseidon_core::{NodeId, Rate, Servers};
 use poseidon_link::{Credentials, Secret};
 use sha2::{Digest, Sha256};
 use std::fmt;
@@ -30,6 +31,8 @@ pub struct Config {
     pub lanes_by_rate: bool,
     /// What this node's port carries, or how that is to be found out.
     pub link_rate: LinkRate,
+    /// What this node may send to other hosts at first. `None` is no limit.
+    pub bandwidth_budget: Option<Rate>,
     /// `host:port` of the coordinator.
     pub coordinator: String,
     /// Whether this process serves the coordinator (worker 0 does, unless a launcher does).
@@ -87,6 +90,7 @@ impl Config {
     /// | `POSEIDON_SERVER` | this process is the dedicated server of this index |
     /// | `POSEIDON_LANES` | threads per node (default: half the cores, or this process's share of them; at least 2 if there are two cores, at most 8; in a job of several hosts no more than the slowest port needs) |
     /// | `POSEIDON_LINK_RATE` | what this node's port carries, such as `10gbit`; `auto` (default): it is measured in a job of several hosts; `unknown`: it counts as any other |
+    /// | `POSEIDON_BANDWIDTH_BUDGET` | what this node may send to other hosts, such as `400mbit`; `none` (default): no limit |
     /// | `POSEIDON_SECRET`, `POSEIDON_SECRET_FILE` | the cluster secret; default: a file made in the user's configuration folder |
     /// | `POSEIDON_ADDRESS` | address or interface to listen on |
     /// | `POSEIDON_LINK` | `auto`, `tcp`, `unix` |
@@ -120,6 +124,7 @@ impl Config {
             lanes,
             lanes_by_rate,
             link_rate: env.parse("POSEIDON_LINK_RATE")?.unwrap_or(LinkRate::Measured),
+            bandwidth_budget: env.budget()?,
             serves_coordinator: member == Member::Worker(0) && !served,
             cluster: env.0("POSEIDON_CLUSTER").unwrap_or(place.job),
             coordinator,
@@ -136,7 +141,8 @@ impl Config {
     }
 
     /// Rank `rank` of a [`Group`](crate::Group) of `size`, whose coordinator is at `coordinator`. Of the environment
-    /// only `POSEIDON_ADDRESS`, `POSEIDON_LINK`, `POSEIDON_CONNECT_TIMEOUT` and `POSEIDON_SILENCE` count.
+    /// only `POSEIDON_ADDRESS`, `POSEIDON_LINK`, `POSEIDON_BANDWIDTH_BUDGET`, `POSEIDON_CONNECT_TIMEOUT` and
+    /// `POSEIDON_SILENCE` count.
     pub fn for_group(
         rank: u16,
         size: u16,
@@ -151,6 +157,7 @@ impl Config {
             workers: size,
             lanes: 1,
             lanes_by_rate: false,
+            bandwidth_budget: env.budget()?,
             coordinator: coordinator.into(),
             serves_coordinator: false,
             address: wanted_address(),
@@ -177,6 +184,7 @@ impl Config {
             lanes: default_lanes(cores(), 1, 1).0,
             lanes_by_rate: false,
             link_rate: LinkRate::Unknown,
+            bandwidth_budget: None,
             coordinator: "127.0.0.1:0".into(),
             serves_coordinator: true,
             address: None,
@@ -301,6 +309,10 @@ impl Env<'_> {
             )));
         }
         Ok(Duration::from_secs_f64(seconds))
+    }
+
+    fn budget(&self) -> Result<Option<Rate>, Error> {
+        Ok(self.parse::<Limit>("POSEIDON_BANDWIDTH_BUDGET")?.and_then(|limit| limit.0))
     }
 
     fn need<T: FromStr<Err: fmt::Display>>(&self, name: &str, because: &str) -> Result<T, Error> {
@@ -482,6 +494,14 @@ mod tests {
     }
 
     #[test]
+    fn a_budget_is_a_rate_or_none() {
+        let budget =
+            |text| config(&[("POSEIDON_BANDWIDTH_BUDGET", text)]).unwrap().bandwidth_budget;
+        assert_eq!(budget("400mbit"), Rate::new(400_000_000));
+        assert_eq!([budget("none"), budget("")], [None, None]);
+    }
+
+    #[test]
     fn torchrun_is_understood_and_its_port_left_alone() {
         let env = [
             ("RANK", "3"),
@@ -554,6 +574,8 @@ mod tests {
         assert!(words(config(&[("POSEIDON_LINK", "pigeon")])).contains("'pigeon'"));
         let rate = words(config(&[("POSEIDON_LINK_RATE", "fast")]));
         assert!(rate.contains("POSEIDON_LINK_RATE=fast") && rate.contains("'auto'"), "{rate}");
+        let budget = words(config(&[("POSEIDON_BANDWIDTH_BUDGET", "10")]));
+        assert!(budget.contains("POSEIDON_BANDWIDTH_BUDGET=10") && budget.contains("no unit"));
         assert!(words(config(&[("POSEIDON_TIMEOUT", "-1")])).contains("POSEIDON_TIMEOUT"));
     }
 
