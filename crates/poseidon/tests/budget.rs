@@ -30,10 +30,9 @@ fn start(layout: Layout, config: &Config, layers: &[usize]) -> Vec<Session> {
 fn on_each(sessions: Vec<Session>, work: impl Fn(&Session) -> Result<(), Error> + Sync) {
     thread::scope(|scope| {
         let work = &work;
-        let each = sessions.into_iter().map(|session| {
-            scope.spawn(move || work(&session).and_then(|()| session.finish()).unwrap())
-        });
-        each.collect::<Vec<_>>();
+        for session in sessions {
+            scope.spawn(move || work(&session).and_then(|()| session.finish()).unwrap());
+        }
     });
 }
 
