@@ -1,7 +1,7 @@
 """What leaves the ports of four nodes that have a bandwidth budget, which changes while they run.
 
-Run as root, from the repository: python3 measure.py POSEIDON FILE. Writes the samples to FILE, as JSON lines, and prints
-the largest and the smallest second. `python3 measure.py report FILE` prints them again.
+Run as root, from the repository: python3 measure.py POSEIDON FILE [FLAGS OF EXCHANGE]. Writes the samples to FILE, as
+JSON lines, and prints the largest and the smallest second. `python3 measure.py report FILE` prints them again.
 """
 
 import bisect
@@ -73,7 +73,7 @@ def main():
     sampler = threading.Thread(target=sample, args=(samples, begun, over))
     sampler.start()
     job = subprocess.Popen([*LAB, "all", POSEIDON, "bench", "exchange", "--in-cluster", "--link", "tcp", "--json", "--bytes", "100MB",
-                            "--iters", "2", "--bandwidth-budget", f"{FIRST}mbit"], env=ENV, stdout=subprocess.PIPE, text=True)
+                            "--iters", "2", "--bandwidth-budget", f"{FIRST}mbit", *sys.argv[3:]], env=ENV, stdout=subprocess.PIPE, text=True)
     # In the middle of the third exchange.
     time.sleep(9.5)
     told = subprocess.run(["ip", "netns", "exec", f"{PREFIX}-node2", POSEIDON, "budget", f"{SECOND}mbit"], env=ENV, text=True,
