@@ -171,7 +171,7 @@ impl Session {
         let rows = book.job.layers.iter().enumerate().filter_map(|(position, layer)| {
             let id = LayerId(position as u32);
             let choice = plan.choice(id)?;
-            let bytes = plan.bytes_sent(&book.cluster, me, id);
+            let bytes = plan.bytes_sent(me, id);
             let (scheme, reason) = (choice.scheme.to_string(), choice.reason.clone());
             Some((layer.name.clone(), layer.len, scheme, reason, bytes))
         });

@@ -21,6 +21,11 @@ pub(crate) struct Args {
     /// [default: none, or POSEIDON_BANDWIDTH_BUDGET].
     #[arg(long, value_name = "RATE|none")]
     bandwidth_budget: Option<Limit>,
+
+    /// The rack that this node is in: between racks each chunk goes once
+    /// [default: POSEIDON_RACK, or Slurm's topology].
+    #[arg(long, value_name = "NAME")]
+    rack: Option<String>,
 }
 
 /// Serves to the end of the job.
@@ -29,6 +34,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<ExitCode> {
     config.link_rate = args.link_rate.unwrap_or(config.link_rate);
     config.bandwidth_budget =
         args.bandwidth_budget.map_or(config.bandwidth_budget, |limit| limit.0);
+    config.rack = args.rack.clone().or(config.rack);
     let traffic = poseidon::serve(&config)?;
     tracing::debug!(sent = traffic.bytes_sent, received = traffic.bytes_received, "served");
     Ok(ExitCode::SUCCESS)

@@ -67,6 +67,11 @@ pub(crate) struct Args {
     /// [default: none, or POSEIDON_BANDWIDTH_BUDGET].
     #[arg(long, value_name = "RATE|none")]
     bandwidth_budget: Option<Limit>,
+
+    /// The rack that this node is in: between racks each chunk goes once
+    /// [default: POSEIDON_RACK, or Slurm's topology].
+    #[arg(long, value_name = "NAME")]
+    rack: Option<String>,
 }
 
 /// Trains, or starts the workers that do.
@@ -101,6 +106,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<ExitCode> {
     config.link_rate = args.link_rate.unwrap_or(config.link_rate);
     config.bandwidth_budget =
         args.bandwidth_budget.map_or(config.bandwidth_budget, |limit| limit.0);
+    config.rack = args.rack.clone().or(config.rack);
     if args.flags.workers.is_some_and(|workers| workers != config.workers) {
         let (asked, found) = (settings.workers, config.workers);
         bail!(

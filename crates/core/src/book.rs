@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 use std::collections::HashSet;
 
 /// The version of the book this build writes and reads.
-pub const BOOK_VERSION: u16 = 2;
+pub const BOOK_VERSION: u16 = 3;
 
 /// Cluster, addresses and model. The coordinator writes it when the last node has joined.
 ///
@@ -37,6 +37,9 @@ pub struct NodeFacts {
     pub node: NodeId,
     /// Equal on nodes that can reach each other through a unix socket.
     pub host: String,
+    /// The name of its rack, if somebody has named it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub rack: Option<String>,
     /// Where it listens, as `address:port`.
     pub tcp: String,
     /// The name of its unix socket, if it has one.
@@ -303,6 +306,7 @@ mod tests {
         let facts = |node| NodeFacts {
             node,
             host: String::new(),
+            rack: None,
             tcp: String::new(),
             unix: None,
             version: String::new(),

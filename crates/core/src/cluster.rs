@@ -15,6 +15,12 @@ pub struct Cluster {
     /// By node; empty if nothing is known of ports.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     ports: Vec<Port>,
+    /// By node: the number of its host; empty if every node has a host of its own.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    hosts: Vec<u16>,
+    /// By host: the number of its rack; empty if all are in one rack.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    racks: Vec<u16>,
 }
 
 /// What a node does. Every node does at least one of the two.
@@ -62,6 +68,16 @@ pub enum ClusterError {
         /// Nodes whose port is known.
         got: usize,
     },
+    /// Everybody has a place, and places are numbered in the order of those who are first in them.
+    #[error("{what} {got:?}: expected {of} numbers, each new one the next")]
+    Places {
+        /// Hosts or racks.
+        what: &'static str,
+        /// How many numbers there should be.
+        of: usize,
+        /// Their numbers.
+        got: Vec<u16>,
+    },
     /// Ports are numbered in the order of their first nodes, and a port has one rate.
     #[error("node {node} has port {number} of {rate}, which does not follow from the nodes before")]
     Port {
@@ -90,12 +106,38 @@ impl Cluster {
         if nodes >= u32::from(u16::MAX) {
             return Err(ClusterError::TooManyNodes(nodes));
         }
-        Ok(Self { workers, servers, lanes, ports: Vec::new() })
+        let (ports, hosts, racks) = (Vec::new(), Vec::new(), Vec::new());
+        Ok(Self { workers, servers, lanes, ports, hosts, racks })
     }
 
     /// The same cluster with another number of lanes.
     pub fn with_lanes(self, lanes: u16) -> Result<Self, ClusterError> {
-        Self::new(self.workers, self.servers, lanes)?.with_ports(self.ports)
+        Self::new(self.workers, self.servers, lanes)?;
+        Ok(Self { lanes, ..self })
+    }
+
+    /// The same cluster on these hosts, by node, in these racks, by host. None at all: every node has
+    /// a host of its own, and all hosts are in one rack.
+    pub fn with_hosts(self, hosts: Vec<u16>, racks: Vec<u16>) -> Result<Self, ClusterError> {
+        let nodes = self.nodes();
+        let count = match hosts.is_empty() {
+            true => nodes,
+            false => judge_places("hosts", &hosts, nodes)?,
+        };
+        if !racks.is_empty() {
+            judge_places("racks", &racks, count)?;
+        }
+        Ok(Self { hosts, racks, ..self })
+    }
+
+    /// The nodes' hosts, by node. Empty if every node has a host of its own.
+    pub fn hosts(&self) -> &[u16] {
+        &self.hosts
+    }
+
+    /// The hosts' racks, by host. Empty if all are in one rack.
+    pub fn racks(&self) -> &[u16] {
+        &self.racks
     }
 
     /// The same cluster with these ports, by node. None at all: nothing is known of them.
@@ -192,14 +234,34 @@ struct Unchecked {
     lanes: u16,
     #[serde(default)]
     ports: Vec<Port>,
+    #[serde(default)]
+    hosts: Vec<u16>,
+    #[serde(default)]
+    racks: Vec<u16>,
 }
 
 impl TryFrom<Unchecked> for Cluster {
     type Error = ClusterError;
 
     fn try_from(cluster: Unchecked) -> Result<Self, ClusterError> {
-        Self::new(cluster.workers, cluster.servers, cluster.lanes)?.with_ports(cluster.ports)
+        let Unchecked { workers, servers, lanes, ports, hosts, racks } = cluster;
+        Self::new(workers, servers, lanes)?.with_ports(ports)?.with_hosts(hosts, racks)
     }
+}
+
+/// How many different `numbers` there are. An error unless there are `of` numbers, and each new one
+/// is the next.
+fn judge_places(what: &'static str, numbers: &[u16], of: usize) -> Result<usize, ClusterError> {
+    let mut seen = 0;
+    let in_order = numbers.iter().all(|&number| {
+        let is_next = usize::from(number) <= seen;
+        seen = seen.max(usize::from(number) + 1);
+        is_next
+    });
+    if numbers.len() != of || !in_order {
+        return Err(ClusterError::Places { what, of, got: numbers.to_vec() });
+    }
+    Ok(seen)
 }
 
 impl Servers {

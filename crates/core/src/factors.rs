@@ -10,9 +10,13 @@
 //! workers still wait for factors of c. It cannot send its factors of c + 2 then, because for that
 //! it needs all workers' factors of c + 1. So two matrices, used in turn, are enough to have room
 //! for every frame before it comes. They are called *places* 0 and 1.
+//!
+//! Factors reach the workers of another host [through one of them](crate::tree). So a frame's sender
+//! need not be the worker whose factors the frame has; that worker follows from the chunk's index,
+//! which counts the chunks of worker 0, then those of worker 1, and so on.
 
 use crate::wire::{Header, Kind};
-use crate::{ChunkKey, ChunkSize, Clock, Cluster, LaneId, LayerId, NodeId, Violation};
+use crate::{ChunkKey, ChunkSize, Clock, Cluster, LaneId, LayerId, NodeId, Route, Tree, Violation};
 use std::ops::Range;
 
 /// Where the factors of one layer lie: a matrix of `workers · batch` rows. A block of `batch` rows
@@ -97,7 +101,29 @@ impl Layout {
         self.batch.div_ceil(self.chunk_rows) as u32
     }
 
-    /// The lane that carries chunk `index`.
+    /// The index on the wire of `worker`'s chunk `index`.
+    fn wire_index(&self, worker: NodeId, index: u32) -> u32 {
+        u32::from(worker.0) * self.chunks() + index
+    }
+
+    /// Whose chunk has this index on the wire, and which of the worker's chunks it is. The tree that
+    /// the chunk takes begins at that worker. `None` if there is no such chunk.
+    pub fn route(&self, wire_index: u32) -> Option<Route> {
+        let worker = wire_index.checked_div(self.chunks())?;
+        let root = u16::try_from(worker).ok().filter(|w| usize::from(*w) < self.workers)?;
+        Some(Route { root: NodeId(root), turn: wire_index % self.chunks() })
+    }
+
+    /// The ways of all workers' chunks, and how many numbers each has when batches are full.
+    pub(crate) fn routes(&self) -> impl Iterator<Item = (Route, usize)> + '_ {
+        let all = (0..self.workers as u16).flat_map(|w| (0..self.chunks()).map(move |i| (w, i)));
+        all.map(|(worker, turn)| {
+            let root = NodeId(worker);
+            (Route { root, turn }, self.chunk(root, turn, self.batch).len())
+        })
+    }
+
+    /// The lane that carries chunk `index` of any worker.
     pub fn lane(&self, index: u32) -> LaneId {
         LaneId(((u32::from(self.first_lane) + index) % u32::from(self.lanes)) as u16)
     }
@@ -150,6 +176,8 @@ struct GatheredClock {
 /// Where a frame's payload goes.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Arrival {
+    /// The worker whose factors they are.
+    pub worker: NodeId,
     /// Which of the two matrices: the clock's parity.
     pub place: usize,
     /// The elements of the matrix that the payload fills. They go beyond the sender's block if the
@@ -205,23 +233,26 @@ impl Gather {
         next.missing = (self.layout.workers - 1) * self.chunks.len();
         let this = &*self;
         Ok(this.chunks.iter().map(move |&index| {
-            let key = ChunkKey { layer: this.layer, index };
+            let key = ChunkKey { layer: this.layer, index: this.layout.wire_index(this.me, index) };
             (key, this.layout.chunk(this.me, index, rows))
         }))
     }
 
-    /// A frame of factors is about to arrive. Returns where its payload goes.
-    pub fn handle_factors(&mut self, header: &Header) -> Result<Arrival, Violation> {
+    /// A frame of factors is about to arrive, along `tree`. Returns where its payload goes.
+    pub fn handle_factors(&mut self, header: &Header, tree: &Tree) -> Result<Arrival, Violation> {
         if header.kind != Kind::Factors {
             return Err(Violation::WrongKind);
         }
-        let sender = header.sender;
-        if sender.index() >= self.layout.workers || sender == self.me {
-            return Err(Violation::NotAWorker(sender));
+        let route = self.layout.route(header.chunk.index).ok_or(Violation::UnknownChunk)?;
+        let Route { root: worker, turn: index } = route;
+        let slot = self.slot(worker, index).ok_or(Violation::UnknownChunk)?;
+        // This worker's own factors never come back to it.
+        let expected = tree.parent(self.me, route).ok_or(Violation::NotAWorker(worker))?;
+        if header.sender != expected {
+            return Err(Violation::WrongWay { expected, got: header.sender });
         }
-        let slot = self.slot(sender, header.chunk.index).ok_or(Violation::UnknownChunk)?;
-        let whole = self.layout.chunk(sender, header.chunk.index, self.layout.batch);
-        let most = self.layout.chunk(sender, header.chunk.index, self.layout.most_rows());
+        let whole = self.layout.chunk(worker, index, self.layout.batch);
+        let most = self.layout.chunk(worker, index, self.layout.most_rows());
         let (most, got) = (most.len() * size_of::<f32>(), header.length as usize);
         let row = self.layout.width() * size_of::<f32>();
         if got > most || got % row != 0 {
@@ -237,13 +268,16 @@ impl Gather {
         round.agree(header.value)?;
         let end = whole.start + got / size_of::<f32>();
         let blank = end..whole.end.max(end);
-        Ok(Arrival { place: place(header.clock), range: whole.start..end, blank })
+        Ok(Arrival { worker, place: place(header.clock), range: whole.start..end, blank })
     }
 
-    /// The payload of a frame that `handle_factors` accepted is in place. True if this lane now has
-    /// all workers' factors of the clock that was sent last.
-    pub fn handle_landed(&mut self, sender: NodeId, index: u32, clock: Clock) -> bool {
-        let Some(slot) = self.slot(sender, index) else { return false };
+    /// The payload of a frame that `handle_factors` accepted is in place. `index` is that on the wire.
+    /// True if this lane now has all workers' factors of the clock that was sent last.
+    pub fn handle_landed(&mut self, index: u32, clock: Clock) -> bool {
+        let route = self.layout.route(index);
+        let Some(slot) = route.and_then(|route| self.slot(route.root, route.turn)) else {
+            return false;
+        };
         let round = &mut self.rounds[place(clock)];
         if round.clock != clock || std::mem::replace(&mut round.arrived[slot], true) {
             return false;
@@ -262,7 +296,7 @@ impl Gather {
         self.sent
     }
 
-    /// The chunks of the clock that was sent last which have not come, and from which worker.
+    /// The chunks of the clock that was sent last which have not come, and whose they are.
     pub fn missing(&self) -> impl Iterator<Item = (ChunkKey, NodeId)> + '_ {
         let round = &self.rounds[place(self.sent)];
         let awaited =
@@ -273,7 +307,9 @@ impl Gather {
                 round.missing > 0 && !**arrived && *worker != self.me.index()
             })
             .map(|((worker, index), _)| {
-                (ChunkKey { layer: self.layer, index }, NodeId(worker as u16))
+                let worker = NodeId(worker as u16);
+                let index = self.layout.wire_index(worker, index);
+                (ChunkKey { layer: self.layer, index }, worker)
             })
     }
 
@@ -311,8 +347,13 @@ mod tests {
         Layout::new((2, 3), 4, &cluster, ChunkSize { min: 4, max: 40 }, 0)
     }
 
+    fn tree() -> Tree {
+        Tree::new(&Cluster::new(3, Servers::Colocated, 1).unwrap())
+    }
+
+    /// Chunk `index` of worker `from`, as it is on the wire.
     fn frame(from: u16, index: u32, clock: u64, rows: usize) -> Header {
-        let chunk = ChunkKey { layer: LayerId(7), index };
+        let chunk = ChunkKey { layer: LayerId(7), index: 2 * u32::from(from) + index };
         let bare = Header::bare(Kind::Factors, NodeId(from), (rows * 20) as u32);
         Header { chunk, value: 0.5, clock: Clock(clock), ..bare }
     }
@@ -327,8 +368,8 @@ mod tests {
     }
 
     fn land(gather: &mut Gather, header: &Header) -> bool {
-        gather.handle_factors(header).unwrap();
-        gather.handle_landed(header.sender, header.chunk.index, header.clock)
+        gather.handle_factors(header, &tree()).unwrap();
+        gather.handle_landed(header.chunk.index, header.clock)
     }
 
     #[test]
@@ -336,7 +377,7 @@ mod tests {
         let mut gather = gather();
         let mut awaited = 4;
         for clock in 1..5 {
-            assert_eq!(send(&mut gather, clock, 4), [(0, 20..30), (1, 30..40)]);
+            assert_eq!(send(&mut gather, clock, 4), [(2, 20..30), (3, 30..40)]);
             assert_eq!(gather.missing().count(), awaited);
             if clock == 1 {
                 assert!(!land(&mut gather, &frame(2, 0, clock, 2)));
@@ -349,10 +390,10 @@ mod tests {
                 gather.missing().map(|(key, from)| (key.index, from)).collect::<Vec<_>>(),
                 [(0, NodeId(0))]
             );
-            let last = gather.handle_factors(&frame(0, 0, clock, 2)).unwrap();
+            let last = gather.handle_factors(&frame(0, 0, clock, 2), &tree()).unwrap();
             assert_eq!((last.place, last.range), (place(Clock(clock)), 0..10));
             assert!(!gather.is_gathered());
-            assert!(gather.handle_landed(NodeId(0), 0, Clock(clock)));
+            assert!(gather.handle_landed(0, Clock(clock)));
             assert!(gather.is_gathered());
             awaited = 3;
         }
@@ -361,24 +402,24 @@ mod tests {
     #[test]
     fn short_batches_leave_blanks() {
         let mut gather = gather();
-        assert_eq!(send(&mut gather, 1, 3), [(0, 20..30), (1, 30..35)]);
-        let arrival = gather.handle_factors(&frame(2, 1, 1, 1)).unwrap();
-        assert_eq!(arrival, Arrival { place: 1, range: 50..55, blank: 55..60 });
-        let arrival = gather.handle_factors(&frame(2, 0, 1, 0)).unwrap();
+        assert_eq!(send(&mut gather, 1, 3), [(2, 20..30), (3, 30..35)]);
+        let arrival = gather.handle_factors(&frame(2, 1, 1, 1), &tree()).unwrap();
+        assert_eq!(arrival, Arrival { worker: NodeId(2), place: 1, range: 50..55, blank: 55..60 });
+        let arrival = gather.handle_factors(&frame(2, 0, 1, 0), &tree()).unwrap();
         assert_eq!((arrival.range, arrival.blank), (40..40, 40..50));
     }
 
     #[test]
     fn only_a_last_chunk_may_be_longer_than_its_place() {
         let mut gather = gather();
-        assert_eq!(send(&mut gather, 1, 7), [(0, 20..30), (1, 30..55)]);
+        assert_eq!(send(&mut gather, 1, 7), [(2, 20..30), (3, 30..55)]);
         let layout = layout(1);
         assert_eq!(layout.placed(ME, &(30..55)), 30..40);
-        let arrival = gather.handle_factors(&frame(2, 1, 1, 5)).unwrap();
-        assert_eq!(arrival, Arrival { place: 1, range: 50..75, blank: 75..75 });
+        let arrival = gather.handle_factors(&frame(2, 1, 1, 5), &tree()).unwrap();
+        assert_eq!(arrival, Arrival { worker: NodeId(2), place: 1, range: 50..75, blank: 75..75 });
         assert_eq!(layout.placed(NodeId(2), &arrival.range), 50..60);
         let most = layout.most_rows() - 2;
-        let too_long = gather.handle_factors(&frame(0, 1, 1, most + 1)).unwrap_err();
+        let too_long = gather.handle_factors(&frame(0, 1, 1, most + 1), &tree()).unwrap_err();
         let (most, got) = (20 * most, 20 * most + 20);
         assert_eq!(too_long, Violation::Rows { row: 20, most, got });
     }
@@ -389,32 +430,37 @@ mod tests {
         assert_eq!(layout.chunks(), 2);
         assert_eq!(layout.lanes().collect::<Vec<_>>(), [LaneId(0), LaneId(1)]);
         let mut second = Gather::new(LayerId(7), &layout, ME, LaneId(1));
-        assert_eq!(send(&mut second, 1, 4), [(1, 30..40)]);
-        assert_eq!(second.handle_factors(&frame(0, 0, 1, 2)), Err(Violation::UnknownChunk));
+        assert_eq!(send(&mut second, 1, 4), [(3, 30..40)]);
+        assert_eq!(
+            second.handle_factors(&frame(0, 0, 1, 2), &tree()),
+            Err(Violation::UnknownChunk)
+        );
     }
 
     #[test]
     fn factors_that_have_no_place_are_violations() {
         let mut gather = gather();
-        let mut refused = |header: Header| gather.handle_factors(&header).unwrap_err();
+        let mut refused = |header: Header| gather.handle_factors(&header, &tree()).unwrap_err();
         let clock = |expected, got| Violation::Clock { expected: Clock(expected), got: Clock(got) };
         assert_eq!(refused(frame(0, 0, 2, 2)), clock(1, 2));
         assert_eq!(refused(frame(0, 0, 0, 2)), clock(1, 0));
         assert_eq!(refused(frame(0, 9, 1, 2)), Violation::UnknownChunk);
         assert_eq!(refused(frame(1, 0, 1, 2)), Violation::NotAWorker(ME));
-        assert_eq!(refused(frame(3, 0, 1, 2)), Violation::NotAWorker(NodeId(3)));
+        assert_eq!(refused(frame(3, 0, 1, 2)), Violation::UnknownChunk);
+        let wrong = Violation::WrongWay { expected: NodeId(0), got: NodeId(2) };
+        assert_eq!(refused(Header { sender: NodeId(2), ..frame(0, 0, 1, 2) }), wrong);
         assert_eq!(refused(frame(0, 0, 1, 3)), Violation::Rows { row: 20, most: 40, got: 60 });
         let odd = Header { length: 21, ..frame(0, 0, 1, 2) };
         assert_eq!(refused(odd), Violation::Rows { row: 20, most: 40, got: 21 });
         assert_eq!(refused(Header { kind: Kind::Push, ..odd }), Violation::WrongKind);
         land(&mut gather, &frame(0, 0, 1, 2));
-        let again = gather.handle_factors(&frame(0, 0, 1, 2));
+        let again = gather.handle_factors(&frame(0, 0, 1, 2), &tree());
         assert_eq!(again, Err(Violation::Duplicate(Clock(1))));
         // Two clocks ahead: the place is still in use.
         send(&mut gather, 1, 4);
-        assert_eq!(gather.handle_factors(&frame(0, 0, 3, 2)), Err(clock(2, 3)));
+        assert_eq!(gather.handle_factors(&frame(0, 0, 3, 2), &tree()), Err(clock(2, 3)));
         let other_rate = Header { value: 0.25, ..frame(0, 1, 1, 2) };
         let rate = Violation::Rate { expected: 0.5, got: 0.25 };
-        assert_eq!(gather.handle_factors(&other_rate), Err(rate));
+        assert_eq!(gather.handle_factors(&other_rate, &tree()), Err(rate));
     }
 }

@@ -3,6 +3,7 @@
 //! * [`layer`], [`cluster`]: what is trained, and on which nodes.
 //! * [`port`], [`share`]: what a node's port carries, and how much its servers hold for that.
 //! * [`budget`]: how fast a node may send.
+//! * [`tree`]: hosts and racks, and how sums pass through them.
 //! * [`book`]: what every node knows about the job: the two, the nodes' addresses, and an epoch.
 //! * [`overlap`]: how much of synchronising may run beside computing.
 //! * [`cost`], [`scheme`]: what it costs to synchronise a layer, and the cheapest exact way.
@@ -35,6 +36,7 @@ pub mod scheme;
 pub mod share;
 pub mod store;
 pub mod syncer;
+pub mod tree;
 pub mod wire;
 
 mod ids;
@@ -58,4 +60,5 @@ pub use reduce::{Dtype, ReduceOp};
 pub use scheme::{Policy, Scheme};
 pub use store::Store;
 pub use syncer::Syncer;
+pub use tree::{Route, Tree};
 pub use violation::Violation;

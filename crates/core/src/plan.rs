@@ -5,7 +5,8 @@ use crate::factors::Layout;
 use crate::scheme::{Choice, Policy, Scheme, choose};
 use crate::share::shares;
 use crate::{
-    ChunkKey, ChunkSize, Chunks, Cluster, Epoch, LaneId, Layer, LayerId, LayerKind, NodeId,
+    ChunkKey, ChunkSize, Chunks, Cluster, Epoch, LaneId, Layer, LayerId, LayerKind, NodeId, Route,
+    Tree,
 };
 use serde::{Deserialize, Serialize};
 use std::{fmt, str::FromStr};
@@ -83,6 +84,7 @@ pub struct Way {
 pub struct Plan {
     /// That of the book it was made from.
     pub epoch: Epoch,
+    tree: Tree,
     layers: Vec<LayerPlan>,
 }
 
@@ -92,6 +94,8 @@ struct LayerPlan {
     factors: Option<Layout>,
     chunks: Chunks,
     shards: Vec<Shard>,
+    /// By chunk: its [turn](Route::turn). Empty if the tree is flat: then turns change nothing.
+    turns: Vec<u32>,
 }
 
 impl Plan {
@@ -129,7 +133,8 @@ impl Plan {
                 _ => None,
             };
             let chunks = Chunks::whole(layer.len);
-            plans.push(LayerPlan { choice, factors, chunks, shards: Vec::new() });
+            let (shards, turns) = (Vec::new(), Vec::new());
+            plans.push(LayerPlan { choice, factors, chunks, shards, turns });
             placements.push(placement);
         }
         // Each kind of traffic is balanced by itself: what goes by factors says nothing about the
@@ -143,7 +148,11 @@ impl Plan {
             place_evenly(cluster, even.into_iter().map(|(layer, _)| layer).collect(), chunk);
             place_whole(cluster, whole.into_iter().map(|(layer, _)| layer).collect());
         }
-        Self { epoch: Epoch::FIRST, layers: plans }
+        let tree = Tree::new(cluster);
+        if !tree.is_flat() {
+            take_turns(cluster, &mut plans);
+        }
+        Self { epoch: Epoch::FIRST, tree, layers: plans }
     }
 
     /// The same plan for a book of another epoch.
@@ -166,21 +175,25 @@ impl Plan {
         self.layers.iter().any(|l| l.factors.is_some())
     }
 
-    /// The bytes of payload that `node` sends per step for `layer`, when every batch is full.
-    pub fn bytes_sent(&self, cluster: &Cluster, node: NodeId, layer: LayerId) -> usize {
-        let Some(role) = cluster.role(node) else { return 0 };
-        let others = cluster.workers() - usize::from(role.worker);
-        let numbers = match self.factors(layer) {
-            Some(layout) if role.worker => others * layout.block(node).len(),
-            Some(_) => 0,
-            None => self
-                .layer_chunks(layer)
-                .map(|(chunk, shard)| match shard.node == node {
-                    true => others * self.len(chunk),
-                    false if role.worker => self.len(chunk),
-                    false => 0,
-                })
-                .sum(),
+    /// The bytes of payload that `node` sends per step for `layer`, to nodes of any host, when every
+    /// batch is full.
+    pub fn bytes_sent(&self, node: NodeId, layer: LayerId) -> usize {
+        let numbers: usize = match self.factors(layer) {
+            Some(layout) => {
+                // Factors that are not this node's own pass through it only in a tree.
+                let passes = |route: Route| !self.tree.is_flat() || route.root == node;
+                let ways = layout.routes().filter(|(route, _)| passes(*route));
+                ways.map(|(route, len)| self.tree.children(node, route).len() * len).sum()
+            }
+            None => {
+                let sent = |(chunk, _)| {
+                    let route = self.route(chunk)?;
+                    let results = self.tree.children(node, route).len();
+                    let sums = usize::from(self.tree.contributes(node, route));
+                    Some((sums + results) * self.len(chunk))
+                };
+                self.layer_chunks(layer).filter_map(sent).sum()
+            }
         };
         numbers * size_of::<f32>()
     }
@@ -200,6 +213,19 @@ impl Plan {
         self.layers.get(chunk.layer.index())?.shards.get(chunk.index as usize).copied()
     }
 
+    /// The hosts and racks that sums pass through.
+    pub fn tree(&self) -> &Tree {
+        &self.tree
+    }
+
+    /// The way of `chunk` to its shard and back. `None` if there is no such chunk.
+    pub fn route(&self, chunk: ChunkKey) -> Option<Route> {
+        let layer = self.layers.get(chunk.layer.index())?;
+        let at = chunk.index as usize;
+        let turn = layer.turns.get(at).copied().unwrap_or(0);
+        Some(Route { root: layer.shards.get(at)?.node, turn })
+    }
+
     /// The chunks of `layer` and their shards, in order.
     pub fn layer_chunks(&self, layer: LayerId) -> impl Iterator<Item = (ChunkKey, Shard)> + '_ {
         let shards = self.layers.get(layer.index()).map_or(&[][..], |l| &l.shards);
@@ -215,6 +241,19 @@ impl Plan {
     pub fn len(&self, chunk: ChunkKey) -> usize {
         let range = self.chunks(chunk.layer).and_then(|c| c.range(chunk.index));
         range.map_or(0, |r| r.len())
+    }
+}
+
+/// Numbers the chunks of every server, so that each host's collectors get equal parts of them.
+fn take_turns(cluster: &Cluster, layers: &mut [LayerPlan]) {
+    let mut next = vec![0; cluster.nodes()];
+    for layer in layers {
+        let mut turn = |shard: &Shard| {
+            let next = &mut next[shard.node.index()];
+            *next += 1;
+            *next - 1
+        };
+        layer.turns = layer.shards.iter().map(&mut turn).collect();
     }
 }
 
@@ -425,7 +464,7 @@ mod tests {
             let plan = Plan::new(&cluster, std::slice::from_ref(&fc), rules);
             let p2 = cluster.server_ids().count();
             let setting = Setting { m: 1024, n: 2048, batch: 32, workers: 8, servers: p2 };
-            let sent = |node| plan.bytes_sent(&cluster, NodeId(node), LayerId(0)) as f64;
+            let sent = |node| plan.bytes_sent(NodeId(node), LayerId(0)) as f64;
             let (expected, at) = match (servers, policy) {
                 (Servers::Dedicated(_), _) => (setting.ps_server(), 8),
                 (_, Policy::Sfb) => (setting.sfb_worker(), 0),
@@ -458,7 +497,7 @@ mod tests {
         assert_eq!(plan.choice(LayerId(1)).unwrap().scheme, Scheme::Sfb);
         let sent = |node| {
             let layers = (0..3).map(LayerId);
-            layers.map(|l| plan.bytes_sent(&cluster, NodeId(node), l)).sum::<usize>() as f64
+            layers.map(|l| plan.bytes_sent(NodeId(node), l)).sum::<usize>() as f64
         };
         for node in 1..4 {
             assert!((sent(node) / sent(0) - 1.0).abs() < 0.02, "node {node}: {}", sent(node));
@@ -475,7 +514,7 @@ mod tests {
             let plan = Plan::new(&cluster, &layers, Rules::default());
             let sent = |node| -> usize {
                 let layers = (0..lens.len() as u32).map(LayerId);
-                layers.map(|layer| plan.bytes_sent(&cluster, NodeId(node), layer)).sum()
+                layers.map(|layer| plan.bytes_sent(NodeId(node), layer)).sum()
             };
             let sent: Vec<_> = (0..workers).map(sent).collect();
             let (least, most) = (sent.iter().min().unwrap(), sent.iter().max().unwrap());

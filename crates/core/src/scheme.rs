@@ -2,7 +2,7 @@
 
 use crate::cost::{MESSAGE, Setting};
 use crate::share::Traffic;
-use crate::{Cluster, Layer, LayerKind, Servers};
+use crate::{Cluster, Layer, LayerKind, Servers, Tree};
 use serde::{Deserialize, Serialize};
 use std::{fmt, str::FromStr};
 
@@ -60,17 +60,21 @@ pub fn choose(layer: &Layer, cluster: &Cluster, batch: Option<usize>, policy: Po
     }
     let servers = cluster.server_ids().count();
     let setting = Setting { m, n, batch, workers: cluster.workers(), servers };
-    // The busiest node decides: the others wait for it. Where ports differ, it is the busiest port.
-    let (matrices, factors, whose) = match (Traffic::new(cluster), cluster.servers()) {
-        (Some(traffic), _) => {
+    let tree = Tree::new(cluster);
+    let traffic = Traffic::new(cluster, &tree);
+    // The busiest node decides: the others wait for it. Where nodes share ports, or ports differ, it
+    // is the busiest port.
+    let (matrices, factors, whose) = match cluster.servers() {
+        _ if !tree.is_flat() || !traffic.has_equal_ports() => {
             let (matrices, factors) = setting.at_port(traffic.matrices(), traffic.factors());
-            (matrices, factors, "at the slowest port")
+            let equal = traffic.has_equal_ports();
+            (matrices, factors, if equal { "per host" } else { "at the slowest port" })
         }
-        (None, Servers::Dedicated(_)) => {
+        Servers::Dedicated(_) => {
             let busiest = setting.ps_server().max(setting.ps_worker());
             (busiest, setting.sfb_worker(), "per node")
         }
-        (None, Servers::Colocated | Servers::Mixed(_)) => {
+        Servers::Colocated | Servers::Mixed(_) => {
             (setting.ps_both(), setting.sfb_worker(), "per node")
         }
     };
@@ -225,6 +229,21 @@ mod tests {
         let choice = choose(171);
         assert_eq!(choice.scheme, Scheme::Ps);
         assert!(choice.reason.ends_with("parameters at the slowest port"), "{}", choice.reason);
+    }
+
+    /// On 4 hosts matrices are what they are between 4 nodes, and factors are four times as many: with
+    /// M = N they are equal at K = M/16.
+    #[test]
+    fn ranks_of_a_host_add_to_its_factors_and_not_to_its_matrices() {
+        let hosts = (0..16).map(|rank| rank / 4).collect();
+        let cluster = Cluster::new(16, Servers::Colocated, 1).unwrap();
+        let cluster = cluster.with_hosts(hosts, Vec::new()).unwrap();
+        let choose = |batch| choose(&fc(1024, 1024), &cluster, Some(batch), Policy::Auto);
+        assert_eq!(choose(63).scheme, Scheme::Sfb);
+        let choice = choose(65);
+        assert_eq!(choice.scheme, Scheme::Ps);
+        let words = "factors 3.2M > matrices 3.1M parameters per host";
+        assert_eq!(choice.reason, words);
     }
 
     #[test]

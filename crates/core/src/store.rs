@@ -2,7 +2,9 @@
 //!
 //! A chunk collects one contribution from every worker, in pieces, as the network delivers them.
 //! When the last contribution is in, the optimizer runs on the chunk while the chunk is still in
-//! cache, and the result goes to every worker.
+//! cache, and the result goes to every worker. Workers of one host send one contribution together:
+//! one of them [collects](crate::tree) it. What a node collects for others is in its store too: such
+//! a chunk has no parameters, and its sum goes on to the node above.
 //!
 //! The sum of a chunk lives in one of two places. If this node has a worker of its own and that
 //! worker contributes first, the worker *lends* its gradient's memory, and the other contributions
@@ -12,13 +14,15 @@
 //! A simulation has no numbers: [`Store::ghost`] judges, counts and answers like any other store,
 //! and all its sums are empty.
 
-use crate::optim::{self, Optimizer, Reduction, Step, state_of};
+mod streams;
 
+use crate::optim::{self, Optimizer, Reduction, Step, state_of};
 use crate::wire::{Header, Kind};
-use crate::{ChunkKey, Clock, NodeId, Plan, Shard, Violation};
+use crate::{ChunkKey, Clock, NodeId, Plan, Route, Shard, Violation};
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
+use streams::{Fold, Streams};
 
 /// One shard of the KV store.
 #[derive(Debug)]
@@ -41,8 +45,9 @@ pub enum Order {
     /// other bit by bit.
     #[default]
     Arrival,
-    /// In the order of the workers' ranks, so a run is bit-identical to its repetition. It takes a
-    /// buffer for every contribution that comes before its turn.
+    /// In the order of the workers' ranks, so a run is bit-identical to its repetition: host by host,
+    /// and rack by rack where there are racks. It takes a buffer for every contribution that comes
+    /// before its turn.
     Rank,
 }
 
@@ -50,21 +55,37 @@ pub enum Order {
 #[derive(Debug)]
 pub struct Contribution {
     slot: SlotId,
-    worker: usize,
+    stream: usize,
     done: usize,
     len: usize,
     lent: bool,
 }
 
-/// A chunk whose clock is complete: `result` goes to every worker.
+/// A chunk that has all contributions to a clock.
 #[derive(Debug)]
 pub struct Completed {
     /// The chunk.
     pub key: ChunkKey,
     /// The clock that is complete.
     pub clock: Clock,
-    /// Where the reduced gradient or the new parameters are.
+    /// Where `result` goes.
+    pub way: Way,
+    /// Where the sum, the reduced gradient or the new parameters are.
     pub result: Outcome,
+}
+
+/// Where the outcome of a complete clock goes.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Way {
+    /// Towards the chunk's server: it is a sum that this node has collected.
+    Up {
+        /// A push, or initial values.
+        kind: Kind,
+        /// The learning rate that the contributions came with.
+        rate: f32,
+    },
+    /// To those who have contributed: it is the result.
+    Down,
 }
 
 /// Where a result is.
@@ -74,6 +95,8 @@ pub enum Outcome {
     Held(Arc<[f32]>),
     /// In the memory that this node's worker lent.
     Lent,
+    /// There are no numbers: none of those collected from has initial values to give.
+    Nothing,
 }
 
 /// Where a chunk's elements were left when their plan was replaced.
@@ -96,8 +119,10 @@ pub struct Stall {
     pub key: ChunkKey,
     /// The clock that the chunk is collecting.
     pub clock: Clock,
-    /// The workers whose contribution is not complete.
+    /// The nodes whose contribution is not complete.
     pub missing: Vec<NodeId>,
+    /// Whether all of them collect from others, and so know better who is missing.
+    pub collected: bool,
     /// How long ago the first contribution to this clock began.
     pub waited: Duration,
 }
@@ -114,6 +139,8 @@ struct Slot {
     room: usize,
     /// False if the layer goes by factors: then only its initial values pass through the store.
     collects: bool,
+    /// Another node has the parameters: the sum goes on to the node above.
+    passes_on: bool,
     /// The clock that the chunk collects, or will collect next.
     clock: Clock,
     parameters: Option<Arc<[f32]>>,
@@ -121,7 +148,8 @@ struct Slot {
     /// Steps that the update rule took before this store existed, if its state came from a
     /// checkpoint.
     steps_before: u64,
-    /// By worker: how much of its contribution to `clock` has come.
+    streams: Arc<Streams>,
+    /// By stream: how much of the contribution to `clock` has come.
     contributors: Box<[ContributorState]>,
     /// `None` until the first contribution to `clock` begins.
     round: Option<OpenClock>,
@@ -133,20 +161,24 @@ struct OpenClock {
     kind: Kind,
     rate: f32,
     opened: Duration,
-    /// `None` if the sum is in the memory that this node's worker lent.
+    /// `None` if the sum is in the memory that this node's worker lent, if there is nothing to add,
+    /// and in the order of ranks until all is added.
     sum: Option<Arc<[f32]>>,
+    /// The sum is in the memory that this node's worker lent.
+    lent: bool,
     /// Elements of the sum that have a value. The pieces of a contribution come in order, so this is
     /// how far the fastest contribution has come. Pieces are added below it and assigned above it,
     /// so the buffer needs no clearing.
     filled: usize,
     finished: usize,
-    /// With [`Order::Rank`]: contributions that wait for their turn, by worker.
+    /// With [`Order::Rank`]: contributions that wait for their turn, by stream.
     waiting: BTreeMap<usize, Arc<[f32]>>,
-    /// With [`Order::Rank`]: the worker whose contribution is added next.
+    /// With [`Order::Rank`]: sums that have been begun, and the next step of the streams' fold.
+    stack: Vec<Arc<[f32]>>,
     turn: usize,
 }
 
-/// How much of a worker's contribution has come.
+/// How much of a contribution has come.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum ContributorState {
     Absent,
@@ -162,39 +194,51 @@ impl Contribution {
 }
 
 impl Store {
-    /// The shard `shard` of `plan`, which collects from `workers` workers.
-    pub fn new(
-        plan: &Plan,
-        shard: Shard,
-        workers: usize,
-        optimizer: Optimizer,
-        order: Order,
-    ) -> Self {
-        let own = plan.all_chunks().filter(|(_, s)| *s == shard);
-        let keys: Vec<ChunkKey> = own.map(|(key, _)| key).collect();
-        let slot = |&key: &ChunkKey| Slot {
-            key,
-            len: plan.len(key),
-            room: plan.len(key),
-            collects: plan.factors(key.layer).is_none(),
-            clock: Clock(0),
-            parameters: None,
-            state: Vec::new(),
-            steps_before: 0,
-            contributors: vec![ContributorState::Absent; workers].into(),
-            round: None,
-        };
-        let slots = keys.iter().map(slot).collect();
-        Self { workers, optimizer, order, slots, keys, free: BTreeMap::new() }
+    /// The shard `shard` of `plan`, and what its lane collects for other shards.
+    pub fn new(plan: &Plan, shard: Shard, optimizer: Optimizer, order: Order) -> Self {
+        let tree = plan.tree();
+        let mut known: BTreeMap<Route, Arc<Streams>> = BTreeMap::new();
+        let mut slots = Vec::new();
+        for (key, at) in plan.all_chunks().filter(|(_, at)| at.lane == shard.lane) {
+            let Some(route) = plan.route(key) else { continue };
+            if !tree.collects(shard.node, route) {
+                continue;
+            }
+            let streams = known
+                .entry(route)
+                .or_insert_with(|| Arc::new(Streams::new(&tree.sum(shard.node, route))));
+            slots.push(Slot {
+                key,
+                len: plan.len(key),
+                room: plan.len(key),
+                collects: plan.factors(key.layer).is_none(),
+                passes_on: at != shard,
+                clock: Clock(0),
+                parameters: None,
+                state: Vec::new(),
+                steps_before: 0,
+                contributors: vec![ContributorState::Absent; streams.len()].into(),
+                streams: streams.clone(),
+                round: None,
+            });
+        }
+        let keys = slots.iter().map(|slot| slot.key).collect();
+        Self { workers: tree.workers(), optimizer, order, slots, keys, free: BTreeMap::new() }
     }
 
     /// The same shard without numbers, for simulations: contributions are judged by their headers
     /// and have no pieces, results are empty.
-    pub fn ghost(plan: &Plan, shard: Shard, workers: usize) -> Self {
+    pub fn ghost(plan: &Plan, shard: Shard) -> Self {
         let sum = Optimizer::Reduce(Reduction::Sum);
-        let mut store = Self::new(plan, shard, workers, sum, Order::Arrival);
+        let mut store = Self::new(plan, shard, sum, Order::Arrival);
         store.slots.iter_mut().for_each(|slot| slot.room = 0);
         store
+    }
+
+    /// The nodes that contribute to `chunk`, in order: its result goes to them. None if the chunk is
+    /// not here.
+    pub fn contributors(&self, chunk: ChunkKey) -> &[NodeId] {
+        self.slot(chunk).map_or(&[], |id| self.slots[id as usize].streams.nodes())
     }
 
     /// A contribution is about to arrive, from the wire or from the worker on this node. Its header
@@ -241,7 +285,7 @@ impl Store {
         contribution.done += piece.len();
         if self.order == Order::Rank && round.kind == Kind::Push {
             let free = &mut self.free;
-            let own = round.waiting.entry(contribution.worker);
+            let own = round.waiting.entry(contribution.stream);
             let own = own.or_insert_with(|| buffer(free, slot.room));
             unshared(own)[start..contribution.done].copy_from_slice(piece);
         } else {
@@ -260,20 +304,14 @@ impl Store {
         debug_assert_eq!(contribution.done, contribution.len, "a piece is missing");
         let slot = &mut self.slots[contribution.slot as usize];
         let round = slot.round.as_mut().expect("a contribution keeps its round open");
-        slot.contributors[contribution.worker] = ContributorState::Done;
+        slot.contributors[contribution.stream] = ContributorState::Done;
         round.finished += 1;
         if self.order == Order::Rank && round.kind == Kind::Push {
-            while slot.contributors.get(round.turn) == Some(&ContributorState::Done) {
-                if let Some(own) = round.waiting.remove(&round.turn) {
-                    let sum = round.sum.as_mut().map(unshared);
-                    let sum = sum.expect("nothing is lent in rank order");
-                    add_or_assign(sum, &mut round.filled, 0, &own);
-                    self.free.entry(slot.room).or_default().push(own);
-                }
-                round.turn += 1;
-            }
+            let done = |stream: usize| slot.contributors[stream] == ContributorState::Done;
+            let freed = round.fold(&slot.streams.fold, done);
+            self.free.entry(slot.room).or_default().extend(freed);
         }
-        (round.finished == self.workers).then(|| self.complete(contribution.slot, lent))
+        (round.finished == slot.streams.len()).then(|| self.complete(contribution.slot, lent))
     }
 
     /// A link has sent a result, or it has been copied. The buffer returns to the pool when its last
@@ -292,10 +330,11 @@ impl Store {
         if waited < limit {
             return None;
         }
-        let missing = slot.contributors.iter().zip(0..);
-        let missing =
-            missing.filter(|(p, _)| **p != ContributorState::Done).map(|(_, n)| NodeId(n));
-        Some(Stall { key: slot.key, clock: slot.clock, missing: missing.collect(), waited })
+        let absent = |stream: &usize| slot.contributors[*stream] != ContributorState::Done;
+        let absent: Vec<usize> = (0..slot.streams.len()).filter(absent).collect();
+        let missing = absent.iter().map(|stream| slot.streams.nodes()[*stream]).collect();
+        let collected = absent.iter().all(|stream| slot.streams.is_collected(*stream));
+        Some(Stall { key: slot.key, clock: slot.clock, missing, collected, waited })
     }
 
     /// The update rule's state vectors of a chunk. `None` before the chunk has its initial
@@ -333,7 +372,7 @@ impl Store {
         }
         slot.clock = from.clock.next();
         slot.steps_before = from.steps_before;
-        if !self.optimizer.is_stateless() && slot.collects {
+        if !self.optimizer.is_stateless() && slot.collects && !slot.passes_on {
             slot.parameters = Some(from.parameters.into());
             slot.state = match from.vectors {
                 [] => vec![vec![0.0; slot.room]; self.optimizer.state_vectors()],
@@ -347,7 +386,8 @@ impl Store {
     pub fn bytes(&self) -> usize {
         let free: usize = self.free.iter().map(|(len, buffers)| len * buffers.len()).sum();
         let held = self.slots.iter().map(|s| {
-            let sums = |r: &OpenClock| usize::from(r.sum.is_some()) + r.waiting.len();
+            let sums =
+                |r: &OpenClock| usize::from(r.sum.is_some()) + r.waiting.len() + r.stack.len();
             let round = s.round.as_ref().map_or(0, |r| s.room * sums(r));
             let parameters = s.parameters.as_ref().map_or(0, |p| p.len());
             round + parameters + s.state.iter().map(Vec::len).sum::<usize>()
@@ -369,13 +409,12 @@ impl Store {
         loan: bool,
     ) -> Result<Contribution, Violation> {
         let slot = &mut self.slots[id as usize];
-        let worker = header.sender.index();
-        if worker >= self.workers {
+        let Some(stream) = slot.streams.position(header.sender) else {
             return Err(Violation::NotAWorker(header.sender));
-        }
+        };
         // Worker 0's initial values become everybody's. The other workers send an empty Init, which
         // says that they are ready.
-        let carries = header.kind != Kind::Init || worker == 0;
+        let carries = header.kind != Kind::Init || slot.streams.is_initial(stream);
         let expected = if carries { slot.len * size_of::<f32>() } else { 0 };
         if header.length as usize != expected {
             return Err(Violation::Length { expected, got: header.length as usize });
@@ -400,7 +439,7 @@ impl Store {
         if header.clock != slot.clock {
             return Err(Violation::Clock { expected: slot.clock, got: header.clock });
         }
-        if slot.contributors[worker] != ContributorState::Absent {
+        if slot.contributors[stream] != ContributorState::Absent {
             return Err(Violation::Duplicate(header.clock));
         }
         match &slot.round {
@@ -409,22 +448,28 @@ impl Store {
             }
             Some(_) => {}
             None => {
+                let sums = match header.kind {
+                    Kind::Init => slot.streams.has_initial(),
+                    _ => !loan && self.order == Order::Arrival,
+                };
                 slot.round = Some(OpenClock {
                     kind: header.kind,
                     rate: header.value,
                     opened: now,
-                    sum: (!loan).then(|| buffer(&mut self.free, slot.room)),
+                    sum: sums.then(|| buffer(&mut self.free, slot.room)),
+                    lent: loan,
                     filled: if loan { slot.room } else { 0 },
                     finished: 0,
                     waiting: BTreeMap::new(),
+                    stack: Vec::new(),
                     turn: 0,
                 });
             }
         }
-        let lent = slot.round.as_ref().is_some_and(|round| round.sum.is_none());
-        slot.contributors[worker] = ContributorState::Arriving;
+        let lent = slot.round.as_ref().is_some_and(|round| round.lent);
+        slot.contributors[stream] = ContributorState::Arriving;
         let len = if carries { slot.room } else { 0 };
-        Ok(Contribution { slot: id, worker, done: 0, len, lent })
+        Ok(Contribution { slot: id, stream, done: 0, len, lent })
     }
 
     fn complete(&mut self, id: SlotId, lent: Option<&mut [f32]>) -> Completed {
@@ -433,6 +478,21 @@ impl Store {
         let clock = slot.clock;
         slot.clock = clock.next();
         slot.contributors.fill(ContributorState::Absent);
+        if self.order == Order::Rank && round.kind == Kind::Push {
+            // A chunk without elements has no contribution on the stack.
+            let sum = round.stack.pop().unwrap_or_else(|| buffer(&mut self.free, slot.room));
+            round.sum = Some(sum);
+        }
+        if slot.passes_on {
+            let way = Way::Up { kind: round.kind, rate: round.rate };
+            let here = if round.lent { Outcome::Lent } else { Outcome::Nothing };
+            return Completed {
+                key: slot.key,
+                clock,
+                way,
+                result: round.sum.map_or(here, Outcome::Held),
+            };
+        }
         let scale = self.optimizer.reduction().scale(self.workers);
         let result = if self.optimizer.is_stateless() {
             if round.kind == Kind::Push && scale != 1.0 {
@@ -466,7 +526,32 @@ impl Store {
             self.free.entry(slot.room).or_default().extend(round.sum);
             Outcome::Held(parameters.clone())
         };
-        Completed { key: slot.key, clock, result }
+        Completed { key: slot.key, clock, way: Way::Down, result }
+    }
+}
+
+impl OpenClock {
+    /// Adds up what can be added now in the order of ranks. Returns buffers that are free again.
+    fn fold(&mut self, steps: &[Fold], done: impl Fn(usize) -> bool) -> Vec<Arc<[f32]>> {
+        let mut freed = Vec::new();
+        while let Some(step) = steps.get(self.turn) {
+            match *step {
+                // A contribution without numbers has no buffer: that of a simulation.
+                Fold::Take(stream) if done(stream) => {
+                    self.stack.extend(self.waiting.remove(&stream))
+                }
+                Fold::Take(_) => break,
+                Fold::Add => {
+                    let added = self.stack.pop();
+                    if let (Some(sum), Some(added)) = (self.stack.last_mut(), added) {
+                        optim::add(unshared(sum), &added);
+                        freed.push(added);
+                    }
+                }
+            }
+            self.turn += 1;
+        }
+        freed
     }
 }
 

@@ -4,8 +4,7 @@
 //! two threads share a syncer. The layer is synced when the syncers of all its lanes are synced.
 
 use crate::wire::{Header, Kind};
-use crate::{ChunkKey, Clock, LaneId, LayerId, NodeId, Plan, Violation};
-
+use crate::{ChunkKey, Clock, LaneId, LayerId, NodeId, Plan, Route, Violation};
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -27,22 +26,37 @@ pub struct Syncer {
 pub struct Part {
     /// The chunk.
     pub key: ChunkKey,
-    /// The server node that holds the chunk.
-    pub server: NodeId,
+    /// The way to the server node that holds the chunk.
+    pub route: Route,
+    /// The node that the result comes from: the server, or the [collector](crate::tree) of this
+    /// worker's host or rack. This worker itself if it is the server.
+    pub up: NodeId,
+    /// Whether this worker's contribution stays on its node, because the node is the chunk's server or
+    /// collects for it. Otherwise the contribution goes to `up`.
+    pub collects: bool,
     /// The elements of the layer that the chunk covers.
     pub range: Range<usize>,
 }
 
+impl Part {
+    /// The server node that holds the chunk.
+    pub fn server(&self) -> NodeId {
+        self.route.root
+    }
+}
+
 impl Syncer {
-    /// The syncer for the chunks of `layer` that live on `lane`.
-    pub fn new(plan: &Plan, layer: LayerId, lane: LaneId) -> Self {
-        let chunks = plan.chunks(layer);
+    /// The syncer of worker `me` for the chunks of `layer` that live on `lane`.
+    pub fn new(plan: &Plan, me: NodeId, layer: LayerId, lane: LaneId) -> Self {
+        let (chunks, tree) = (plan.chunks(layer), plan.tree());
         let parts: Arc<[Part]> = plan
             .layer_chunks(layer)
             .filter(|(_, shard)| shard.lane == lane)
-            .filter_map(|(key, shard)| {
+            .filter_map(|(key, _)| {
                 let range = chunks?.range(key.index)?;
-                Some(Part { key, server: shard.node, range })
+                let route = plan.route(key)?;
+                let up = tree.parent(me, route).unwrap_or(me);
+                Some(Part { key, route, up, collects: tree.collects(me, route), range })
             })
             .collect();
         let arrived = vec![u64::MAX; parts.len().div_ceil(64)].into();
@@ -71,9 +85,9 @@ impl Syncer {
         &self.parts
     }
 
-    /// The elements of the layer that chunk `index` covers. `None` if the chunk is not on this lane.
-    pub fn range(&self, index: u32) -> Option<Range<usize>> {
-        self.part(index).map(|part| self.parts[part].range.clone())
+    /// Chunk `index` of the layer. `None` if the chunk is not on this lane.
+    pub fn part(&self, index: u32) -> Option<&Part> {
+        self.position(index).map(|at| &self.parts[at])
     }
 
     /// Whether every chunk that was sent has come back.
@@ -86,10 +100,10 @@ impl Syncer {
         if header.kind != Kind::Update {
             return Err(Violation::WrongKind);
         }
-        let at = self.part(header.chunk.index).ok_or(Violation::UnknownChunk)?;
+        let at = self.position(header.chunk.index).ok_or(Violation::UnknownChunk)?;
         let part = &self.parts[at];
-        if header.sender != part.server {
-            return Err(Violation::WrongServer { expected: part.server, got: header.sender });
+        if header.sender != part.up {
+            return Err(Violation::WrongWay { expected: part.up, got: header.sender });
         }
         let expected = part.range.len() * size_of::<f32>();
         if header.length as usize != expected {
@@ -110,7 +124,7 @@ impl Syncer {
     /// The payload of chunk `index`'s update is in place. True if it was the last one that this lane
     /// waited for.
     pub fn handle_landed(&mut self, index: u32) -> bool {
-        if let Some(part) = self.part(index)
+        if let Some(part) = self.position(index)
             && !self.has_arrived(part)
         {
             self.arrived[part / 64] |= 1 << (part % 64);
@@ -139,7 +153,7 @@ impl Syncer {
         self.arrived[part / 64] >> (part % 64) & 1 == 1
     }
 
-    fn part(&self, index: u32) -> Option<usize> {
+    fn position(&self, index: u32) -> Option<usize> {
         // If the node has one lane, that lane has all chunks, and a chunk's index is its position.
         let at = index as usize;
         if self.parts.get(at).is_some_and(|part| part.key.index == index) {
@@ -157,18 +171,18 @@ mod tests {
 
     const LAYER: LayerId = LayerId(0);
 
-    /// 10 elements in chunks of 4 on 2 servers: chunks 0 and 2 on node 0, chunk 1 on node 1.
+    /// 10 elements in chunks of 4 on 2 servers: chunks 0 and 2 on node 1, chunk 1 on node 2.
     fn syncer() -> Syncer {
-        let cluster = Cluster::new(2, Servers::Colocated, 1).unwrap();
+        let cluster = Cluster::new(1, Servers::Dedicated(2), 1).unwrap();
         let size = ChunkSize::at_most(16);
         let plan =
             Plan::new(&cluster, &[Layer::new("l", 10)], Rules { chunk: size, ..Rules::default() });
-        Syncer::new(&plan, LAYER, LaneId(0))
+        Syncer::new(&plan, NodeId(0), LAYER, LaneId(0))
     }
 
     fn update(part: &Part, clock: u64) -> Header {
         let length = (part.range.len() * 4) as u32;
-        let bare = Header::bare(Kind::Update, part.server, length);
+        let bare = Header::bare(Kind::Update, part.up, length);
         Header { chunk: part.key, clock: Clock(clock), ..bare }
     }
 
@@ -196,7 +210,7 @@ mod tests {
         let clock = Violation::Clock { expected: Clock(1), got: Clock(2) };
         assert_eq!(syncer.handle_update(&update(&part, 2)), Err(clock));
         let stranger = Header { sender: NodeId(9), ..good };
-        let server = Violation::WrongServer { expected: part.server, got: NodeId(9) };
+        let server = Violation::WrongWay { expected: part.up, got: NodeId(9) };
         assert_eq!(syncer.handle_update(&stranger), Err(server));
         let long = Header { length: 400, ..good };
         let expected = part.range.len() * 4;

@@ -10,12 +10,12 @@ pub enum Violation {
     /// Only workers contribute.
     #[error("node {0} is not a worker and cannot contribute")]
     NotAWorker(NodeId),
-    /// The update came from a node that does not hold the chunk.
-    #[error("an update must come from node {expected}, which holds the chunk, not from node {got}")]
-    WrongServer {
-        /// The node that holds the chunk.
+    /// The update or the factors came from a node that this node does not have them from.
+    #[error("this must come from node {expected}, not from node {got}")]
+    WrongWay {
+        /// The node that holds the chunk, or that passes it on to this node.
         expected: NodeId,
-        /// The node that answered.
+        /// The node that sent it.
         got: NodeId,
     },
     /// The payload is not the chunk.

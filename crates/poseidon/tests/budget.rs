@@ -123,3 +123,18 @@ fn a_group_shares_the_budget_of_its_session() {
         });
     });
 }
+
+#[test]
+fn the_environment_says_a_rate_or_none() {
+    let budget = |text: &str| {
+        let variables = [("POSEIDON_BANDWIDTH_BUDGET", text), ("POSEIDON_SECRET", "hush")];
+        let find = |name: &str| {
+            variables.iter().find(|(known, _)| *known == name).map(|(_, value)| value.to_string())
+        };
+        Config::from_variables(&find).map(|config| config.bandwidth_budget)
+    };
+    assert_eq!(budget("400mbit").unwrap(), rate("400mbit"));
+    assert_eq!([budget("none").unwrap(), budget("").unwrap()], [None, None]);
+    let error = budget("10").unwrap_err().to_string();
+    assert!(error.contains("POSEIDON_BANDWIDTH_BUDGET=10") && error.contains("no unit"), "{error}");
+}

@@ -79,6 +79,25 @@ fn sums_are_exact_with_dedicated_and_mixed_servers() {
 }
 
 #[test]
+fn sums_are_exact_across_hosts_and_racks() {
+    for hosts in [&[4, 4, 4, 4][..], &[8, 8], &[3, 1, 4], &[1, 2]] {
+        check(Layout::hosts(hosts), false);
+        check(Layout { lanes: 2, ..Layout::hosts(hosts) }, true);
+        check(Layout { carrier: Carriers::Tcp, ..Layout::hosts(hosts) }, false);
+    }
+    for racks in [&[2, 2][..], &[1, 3]] {
+        check(Layout { racks, ..Layout::hosts(&[2, 3, 1, 2]) }, false);
+        check(Layout { racks, ..Layout::hosts(&[2, 3, 1, 2]) }, true);
+    }
+    // A server beside workers, and one on a host of its own.
+    let servers = Servers::Dedicated(2);
+    check(Layout { servers, hosts: &[3, 3, 1], ..Layout::workers(5) }, false);
+    check(Layout { servers, hosts: &[3, 3, 1], ..Layout::workers(5) }, true);
+    let servers = Servers::Mixed(1);
+    check(Layout { servers, hosts: &[2, 2, 2], racks: &[2, 1], ..Layout::workers(5) }, true);
+}
+
+#[test]
 fn sums_are_exact_in_rank_order() {
     check(Layout::workers(3), true);
     check(Layout { servers: Servers::Dedicated(2), ..Layout::workers(3) }, true);
@@ -108,6 +127,51 @@ fn deterministic_runs_repeat_bit_by_bit() {
     assert!(first.iter().all(|replica| *replica == first[0]), "replicas differ");
     for _ in 0..3 {
         assert_eq!(run(), first);
+    }
+}
+
+/// Values whose sum depends on the order: whatever the timing, hosts are added up one after the
+/// other, and on each host the ranks.
+#[test]
+fn deterministic_sums_are_made_host_by_host_in_rank_order() {
+    const LEN: usize = 5000;
+    let value = |rank: u16, i: usize| 10f32.powi(i32::from(rank % 8) * 3) / (i + 1) as f32;
+    let describe = |builder: poseidon::session::Builder| {
+        builder
+            .layer(Layer::new("l", LEN))
+            .chunk_size(ChunkSize::at_most(CHUNK))
+            .deterministic(true)
+    };
+    let work = |session: &Session| {
+        let layer = session.layer("l")?;
+        let mut results = Vec::new();
+        for _ in 0..3 {
+            let values: Vec<f32> = (0..LEN).map(|i| value(session.rank(), i)).collect();
+            session.send(layer, values.into())?;
+            results.push(session.receive(layer)?.result.to_vec());
+        }
+        Ok(results)
+    };
+    for hosts in [&[16][..], &[4, 4, 4, 4], &[8, 8], &[3, 1, 4]] {
+        let mut first = 0;
+        let mut total: Option<Vec<f32>> = None;
+        for &size in hosts {
+            let ranks = first..first + size;
+            first += size;
+            let sum = |i| ranks.clone().map(|rank| value(rank, i)).reduce(|a, b| a + b).unwrap();
+            let host: Vec<f32> = (0..LEN).map(sum).collect();
+            total = Some(match total {
+                None => host,
+                Some(total) => total.iter().zip(host).map(|(a, b)| a + b).collect(),
+            });
+        }
+        let workers = f32::from(first);
+        let mean: Vec<f32> = total.unwrap().iter().map(|sum| sum * (1.0 / workers)).collect();
+        for results in Layout::hosts(hosts).run(describe, work) {
+            for result in results.unwrap() {
+                assert!(result == mean, "{hosts:?}");
+            }
+        }
     }
 }
 
@@ -157,12 +221,17 @@ fn optimizers_on_shards_equal_one_process() {
         }
         Ok(weights.to_vec())
     };
-    for servers in [Servers::Colocated, Servers::Dedicated(2), Servers::Mixed(1)] {
-        let layout = Layout { servers, lanes: 2, ..Layout::workers(3) };
+    let layouts = [Servers::Colocated, Servers::Dedicated(2), Servers::Mixed(1)].into_iter();
+    let layouts = layouts.flat_map(|servers| {
+        let one_host = Layout { servers, lanes: 2, ..Layout::workers(3) };
+        // Worker 0 is alone on its host, or has a neighbour.
+        [&[][..], &[1, 4], &[2, 3]].map(|hosts| Layout { hosts, ..one_host })
+    });
+    for layout in layouts {
         for weights in layout.run(describe, work) {
             for (i, (got, want)) in weights.unwrap().iter().zip(&expected).enumerate() {
                 let error = (f64::from(*got) - want).abs();
-                assert!(error < 1e-5, "{servers}: weight {i} is {got}, expected {want}");
+                assert!(error < 1e-5, "{layout:?}: weight {i} is {got}, expected {want}");
             }
         }
     }

@@ -119,6 +119,18 @@ fn factors_give_the_sum_of_all_gradients() {
     }
 }
 
+/// Factors cross to another host once, and are handed on there.
+#[test]
+fn factors_reach_every_rank_of_every_host() {
+    for hosts in [&[4, 4, 4, 4][..], &[8, 8], &[3, 1, 4], &[1, 2]] {
+        check(Layout::hosts(hosts));
+        check(Layout { lanes: 2, carrier: Carriers::Tcp, ..Layout::hosts(hosts) });
+    }
+    check(Layout { racks: &[2, 2], ..Layout::hosts(&[2, 3, 1, 2]) });
+    let servers = Servers::Dedicated(2);
+    check(Layout { servers, hosts: &[3, 3, 1], ..Layout::workers(5) });
+}
+
 #[test]
 fn workers_exchange_factors_past_dedicated_servers() {
     for servers in [Servers::Dedicated(1), Servers::Dedicated(2), Servers::Mixed(1)] {

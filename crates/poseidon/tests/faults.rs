@@ -52,8 +52,12 @@ fn says(error: &Error, words: &[&str]) {
 
 #[test]
 fn a_worker_that_drops_its_session_is_named() {
-    for servers in [Servers::Colocated, Servers::Dedicated(1)] {
-        let layout = Layout { servers, ..Layout::workers(3) };
+    let hosts = [&[][..], &[2, 2]];
+    for (servers, hosts) in [Servers::Colocated, Servers::Dedicated(1)]
+        .into_iter()
+        .flat_map(|servers| hosts.map(|hosts| (servers, hosts)))
+    {
+        let layout = Layout { servers, hosts, ..Layout::workers(3) };
         let results = perform(
             layout,
             |_| {},
@@ -94,8 +98,12 @@ fn a_worker_that_panics_is_named() {
 
 #[test]
 fn a_worker_that_finishes_too_early_is_named() {
-    for servers in [Servers::Colocated, Servers::Dedicated(2), Servers::Mixed(1)] {
-        let layout = Layout { servers, ..Layout::workers(3) };
+    let hosts = [&[][..], &[2, 3], &[1, 4]];
+    for (servers, hosts) in [Servers::Colocated, Servers::Dedicated(2), Servers::Mixed(1)]
+        .into_iter()
+        .flat_map(|servers| hosts.map(|hosts| (servers, hosts)))
+    {
+        let layout = Layout { servers, hosts, ..Layout::workers(3) };
         let results = perform(
             layout,
             |_| {},

@@ -53,7 +53,9 @@ impl Trial {
             thread::scope(|scope| {
                 let (this, config) = (&self, &config);
                 let honest = [0, 1].map(|rank| {
-                    let config = Config { member: Member::Worker(rank), ..config.clone() };
+                    // Every node has a host of its own, as the fake has.
+                    let (member, host) = (Member::Worker(rank), Some(format!("host {rank}")));
+                    let config = Config { member, host, ..config.clone() };
                     scope.spawn(move || this.suffer(config))
                 });
                 let config = Config { member, ..config.clone() };

@@ -129,8 +129,8 @@ fn other_chunks_and_other_shards_change_no_bit() {
         Rules { placement: Placement::PerTensor, ..ps() },
     ];
     for optimizer in optimizers() {
-        for lanes in [1, 2] {
-            let layout = Layout { lanes, ..Layout::workers(3) };
+        for (lanes, hosts) in [(1, &[][..]), (2, &[]), (2, &[1, 2])] {
+            let layout = Layout { lanes, hosts, ..Layout::workers(3) };
             let undisturbed = train(layout, &optimizer, None);
             assert_replicas_are_equal(&undisturbed);
             for rules in others {
@@ -144,8 +144,8 @@ fn other_chunks_and_other_shards_change_no_bit() {
 
 #[test]
 fn a_layer_that_changes_to_factors_is_equal_within_rounding() {
-    for optimizer in optimizers() {
-        let layout = Layout { lanes: 2, ..Layout::workers(3) };
+    for (optimizer, hosts) in optimizers().into_iter().zip([&[2, 1][..], &[], &[1, 2]]) {
+        let layout = Layout { lanes: 2, hosts, ..Layout::workers(3) };
         let undisturbed = train(layout, &optimizer, None);
         let replanned = train(layout, &optimizer, Some(Rules { policy: Policy::Sfb, ..ps() }));
         assert_replicas_are_equal(&replanned);

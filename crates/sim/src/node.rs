@@ -71,8 +71,7 @@ impl Node {
         let layers = (0..if worker { facts.layers.len() as u32 } else { 0 }).map(LayerId);
         let lanes = || facts.cluster.lane_ids();
         let shard = |lane| Shard { node: id, lane };
-        let workers = facts.cluster.workers();
-        let store = |lane| Store::ghost(&facts.plan, shard(lane), workers);
+        let store = |lane| Store::ghost(&facts.plan, shard(lane));
         let gathers = |layer| match facts.plan.factors(layer) {
             Some(layout) => {
                 layout.lanes().map(|lane| Gather::new(layer, layout, id, lane)).collect()
@@ -162,13 +161,13 @@ impl Node {
                 let header = header(frame, from, frame.payload);
                 let tracked = &mut self.layers[layer];
                 let gather = tracked.gathers.iter_mut().find_map(|gather| {
-                    match gather.handle_factors(&header) {
+                    match gather.handle_factors(&header, facts.plan.tree()) {
                         Err(Violation::UnknownChunk) => None, // another lane's
                         judged => Some(judged.map(|_| gather)),
                     }
                 });
                 let gather = lawful(gather.unwrap_or(Err(Violation::UnknownChunk)));
-                gather.handle_landed(from, chunk.index, clock);
+                gather.handle_landed(chunk.index, clock);
                 tracked.finish_if_done()
             }
             Kind::Update => {
@@ -207,7 +206,7 @@ impl Node {
         };
         let mut waits = Vec::new();
         for syncer in self.layers.iter().flat_map(|layer| &layer.syncers) {
-            waits.extend(syncer.missing().map(|p| wait(p.key, p.server, syncer.clock())));
+            waits.extend(syncer.missing().map(|p| wait(p.key, p.up, syncer.clock())));
         }
         for gather in self.layers.iter().flat_map(|layer| &layer.gathers) {
             waits.extend(gather.missing().map(|(key, from)| wait(key, from, gather.clock())));
@@ -244,7 +243,7 @@ impl Node {
     /// Sends what is complete to everybody. True if a layer of this node's worker is back by it.
     fn poll_completed(&mut self, facts: &JobFacts<'_>, sink: &mut FrameSink<'_>) -> bool {
         let mut back = false;
-        while let Some(Completed { key, clock, result }) = self.completed.pop() {
+        while let Some(Completed { key, clock, result, .. }) = self.completed.pop() {
             let payload = (facts.plan.len(key) * size_of::<f32>()) as u32;
             let lent = matches!(result, Outcome::Lent);
             let (kind, clock) = (Kind::Update, clock.0 as u32);
@@ -289,7 +288,7 @@ pub(crate) fn pushes(cluster: &Cluster, syncers: &[Syncer], payload: Option<u32>
     let mut pushes: Vec<(Peers, Vec<Part>)> = Vec::new();
     let mut chunks = vec![0; nodes];
     for part in syncers.iter().flat_map(Syncer::parts) {
-        let server = part.server.index();
+        let server = part.server().index();
         if chunks[server] == pushes.len() {
             pushes.push((Peers::none(nodes), vec![Part::default(); nodes]));
         }
@@ -303,10 +302,12 @@ pub(crate) fn pushes(cluster: &Cluster, syncers: &[Syncer], payload: Option<u32>
     pushes.into_iter().map(push).collect()
 }
 
-/// By lane: what counts off `layer` on a worker, if it does not go by factors.
+/// By lane: what counts off `layer` on a worker, if it does not go by factors. Every node has a host
+/// of its own here, so results come to all workers from the same servers.
 pub(crate) fn syncers(cluster: &Cluster, plan: &Plan, layer: LayerId) -> Vec<Syncer> {
     let lanes = cluster.lane_ids().filter(|_| plan.factors(layer).is_none());
-    lanes.map(|lane| Syncer::new(plan, layer, lane)).filter(|syncer| !syncer.is_empty()).collect()
+    let syncer = |lane| Syncer::new(plan, NodeId(0), layer, lane);
+    lanes.map(syncer).filter(|syncer| !syncer.is_empty()).collect()
 }
 
 fn header(frame: &Frame, sender: NodeId, length: u32) -> Header {

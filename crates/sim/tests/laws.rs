@@ -57,8 +57,7 @@ fn bytes_are_the_plans() {
             let outcome = run(&setup);
             let layers = (0..setup.layers.len() as u32).map(LayerId);
             for node in cluster.node_ids() {
-                let payload: usize =
-                    layers.clone().map(|layer| plan.bytes_sent(cluster, node, layer)).sum();
+                let payload: usize = layers.clone().map(|layer| plan.bytes_sent(node, layer)).sum();
                 let headers = outcome.bytes_sent[node.index()] - payload as u64;
                 assert_eq!(headers % Header::SIZE as u64, 0);
                 assert!(headers < payload as u64 / 100, "{headers} of {payload}");

@@ -237,7 +237,7 @@ fn layers(setup: &Setup) -> Vec<LayerForecast> {
 
 fn bytes_sent(setup: &Setup, plan: &Plan, node: NodeId, layer: LayerId) -> u64 {
     let Some(factors) = setup.adam_push(layer) else {
-        return plan.bytes_sent(&setup.cluster, node, layer) as u64;
+        return plan.bytes_sent(node, layer) as u64;
     };
     // Factors to the server that holds the layer; from there, the whole layer to everybody else.
     let worker = setup.cluster.role(node).is_some_and(|role| role.worker);

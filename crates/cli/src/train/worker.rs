@@ -410,7 +410,7 @@ fn plan(worker: &Worker, net: &Net) -> Vec<LayerReport> {
         let planned = worker.session().and_then(|session| {
             let choice = session.plan().choice(id)?.clone();
             let cluster = &session.book().cluster;
-            let bytes = |node: NodeId| session.plan().bytes_sent(cluster, node, id) as u64;
+            let bytes = |node: NodeId| session.plan().bytes_sent(node, id) as u64;
             let mean = cluster.worker_ids().map(bytes).sum::<u64>() / cluster.workers() as u64;
             Some((choice.scheme.to_string(), choice.reason, mean))
         });

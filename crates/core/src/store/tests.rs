@@ -13,7 +13,7 @@ fn store(workers: u16, len: usize, optimizer: Optimizer, order: Order) -> Store 
     let plan =
         Plan::new(&cluster, &[Layer::new("l", len)], Rules { chunk: size, ..Rules::default() });
     let shard = Shard { node: NodeId(workers), lane: LaneId(0) };
-    Store::new(&plan, shard, workers.into(), optimizer, order)
+    Store::new(&plan, shard, optimizer, order)
 }
 
 fn header(kind: Kind, worker: u16, clock: u64, len: usize) -> Header {
@@ -33,7 +33,7 @@ fn push(store: &mut Store, worker: u16, clock: u64, values: &[f32]) -> Option<Co
 fn held(completed: Option<Completed>) -> Arc<[f32]> {
     match completed.expect("the chunk is complete").result {
         Outcome::Held(result) => result,
-        Outcome::Lent => panic!("nobody lent memory"),
+        other => panic!("nobody lent memory, and there are numbers: {other:?}"),
     }
 }
 
@@ -192,7 +192,7 @@ fn a_ghost_judges_and_counts_like_a_store() {
     let cluster = Cluster::new(2, Servers::Colocated, 1).unwrap();
     let plan = Plan::new(&cluster, &[Layer::new("l", 1 << 13)], Rules::default());
     let shard = Shard { node: NodeId(0), lane: LaneId(0) };
-    let mut store = Store::ghost(&plan, shard, 2);
+    let mut store = Store::ghost(&plan, shard);
     for clock in 1..4 {
         let own = header(Kind::Push, 0, clock, 1 << 13);
         let other = Header { sender: NodeId(1), ..own };

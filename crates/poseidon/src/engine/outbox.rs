@@ -34,7 +34,7 @@ pub(crate) struct Message {
 }
 
 /// What a message carries. Bytes are read from where they are.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub(crate) enum Payload {
     None,
     /// Memory lent to the channel.

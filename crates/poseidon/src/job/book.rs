@@ -119,7 +119,7 @@ fn planned(book: &Book) -> Vec<PlannedLayer> {
     let layers = book.job.layers.iter().zip((0..).map(LayerId));
     let row = |(layer, id): (&Layer, LayerId)| {
         let choice = plan.choice(id)?;
-        let sent = cluster.node_ids().map(|node| plan.bytes_sent(cluster, node, id)).sum::<usize>();
+        let sent = cluster.node_ids().map(|node| plan.bytes_sent(node, id)).sum::<usize>();
         Some(PlannedLayer {
             layer: layer.name.clone(),
             parameters: layer.len,

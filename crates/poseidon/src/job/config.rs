@@ -33,6 +33,11 @@ pub struct Config {
     pub link_rate: LinkRate,
     /// What this node may send to other hosts at first. `None` is no limit.
     pub bandwidth_budget: Option<Rate>,
+    /// The name of the host that this node counts as on; `None`: the machine's own. Nodes of one host
+    /// share memory and contribute together.
+    pub host: Option<String>,
+    /// The name of the rack that this node is in, if there are racks to tell apart.
+    pub rack: Option<String>,
     /// `host:port` of the coordinator.
     pub coordinator: String,
     /// Whether this process serves the coordinator (worker 0 does, unless a launcher does).
@@ -91,6 +96,8 @@ impl Config {
     /// | `POSEIDON_LANES` | threads per node (default: half the cores, or this process's share of them; at least 2 if there are two cores, at most 8; in a job of several hosts no more than the slowest port needs) |
     /// | `POSEIDON_LINK_RATE` | what this node's port carries, such as `10gbit`; `auto` (default): it is measured in a job of several hosts; `unknown`: it counts as any other |
     /// | `POSEIDON_BANDWIDTH_BUDGET` | what this node may send to other hosts, such as `400mbit`; `none` (default): no limit |
+    /// | `POSEIDON_HOST` | the name of the host that this node counts as on (default: the machine's own); nodes of one host share memory and contribute together, so containers that cannot share memory need names of their own |
+    /// | `POSEIDON_RACK` | the name of this node's rack: one stream for each chunk leaves a rack; default: the switches of `SLURM_TOPOLOGY_ADDR`, where Slurm knows them |
     /// | `POSEIDON_SECRET`, `POSEIDON_SECRET_FILE` | the cluster secret; default: a file made in the user's configuration folder |
     /// | `POSEIDON_ADDRESS` | address or interface to listen on |
     /// | `POSEIDON_LINK` | `auto`, `tcp`, `unix` |
@@ -124,7 +131,9 @@ impl Config {
             lanes,
             lanes_by_rate,
             link_rate: env.parse("POSEIDON_LINK_RATE")?.unwrap_or(LinkRate::Measured),
-            bandwidth_budget: env.budget()?,
+            bandwidth_budget: env.parse("POSEIDON_BANDWIDTH_BUDGET")?.and_then(|Limit(rate)| rate),
+            host: env.0("POSEIDON_HOST").filter(|name| !name.is_empty()),
+            rack: env.rack(),
             serves_coordinator: member == Member::Worker(0) && !served,
             cluster: env.0("POSEIDON_CLUSTER").unwrap_or(place.job),
             coordinator,
@@ -157,7 +166,7 @@ impl Config {
             workers: size,
             lanes: 1,
             lanes_by_rate: false,
-            bandwidth_budget: env.budget()?,
+            bandwidth_budget: env.parse("POSEIDON_BANDWIDTH_BUDGET")?.and_then(|Limit(rate)| rate),
             coordinator: coordinator.into(),
             serves_coordinator: false,
             address: wanted_address(),
@@ -185,6 +194,8 @@ impl Config {
             lanes_by_rate: false,
             link_rate: LinkRate::Unknown,
             bandwidth_budget: None,
+            host: None,
+            rack: None,
             coordinator: "127.0.0.1:0".into(),
             serves_coordinator: true,
             address: None,
@@ -299,6 +310,18 @@ impl Env<'_> {
         self.0(name).filter(|v| !v.is_empty()).map(parse).transpose()
     }
 
+    /// The rack that somebody has named, or the switches above this machine, as Slurm writes them:
+    /// `switch.switch.node`.
+    fn rack(&self) -> Option<String> {
+        let given = self.0("POSEIDON_RACK").filter(|name| !name.is_empty());
+        given.or_else(|| {
+            let pattern = self.0("SLURM_TOPOLOGY_ADDR_PATTERN")?;
+            let address = self.0("SLURM_TOPOLOGY_ADDR")?;
+            let (switches, _) = address.rsplit_once('.')?;
+            pattern.starts_with("switch").then(|| switches.into())
+        })
+    }
+
     fn seconds(&self, name: &str, default: u64) -> Result<Duration, Error> {
         let Some(seconds) = self.parse::<f64>(name)? else {
             return Ok(Duration::from_secs(default));
@@ -309,10 +332,6 @@ impl Env<'_> {
             )));
         }
         Ok(Duration::from_secs_f64(seconds))
-    }
-
-    fn budget(&self) -> Result<Option<Rate>, Error> {
-        Ok(self.parse::<Limit>("POSEIDON_BANDWIDTH_BUDGET")?.and_then(|limit| limit.0))
     }
 
     fn need<T: FromStr<Err: fmt::Display>>(&self, name: &str, because: &str) -> Result<T, Error> {
@@ -494,14 +513,6 @@ mod tests {
     }
 
     #[test]
-    fn a_budget_is_a_rate_or_none() {
-        let budget =
-            |text| config(&[("POSEIDON_BANDWIDTH_BUDGET", text)]).unwrap().bandwidth_budget;
-        assert_eq!(budget("400mbit"), Rate::new(400_000_000));
-        assert_eq!([budget("none"), budget("")], [None, None]);
-    }
-
-    #[test]
     fn torchrun_is_understood_and_its_port_left_alone() {
         let env = [
             ("RANK", "3"),
@@ -574,8 +585,6 @@ mod tests {
         assert!(words(config(&[("POSEIDON_LINK", "pigeon")])).contains("'pigeon'"));
         let rate = words(config(&[("POSEIDON_LINK_RATE", "fast")]));
         assert!(rate.contains("POSEIDON_LINK_RATE=fast") && rate.contains("'auto'"), "{rate}");
-        let budget = words(config(&[("POSEIDON_BANDWIDTH_BUDGET", "10")]));
-        assert!(budget.contains("POSEIDON_BANDWIDTH_BUDGET=10") && budget.contains("no unit"));
         assert!(words(config(&[("POSEIDON_TIMEOUT", "-1")])).contains("POSEIDON_TIMEOUT"));
     }
 

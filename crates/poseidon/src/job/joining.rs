@@ -436,6 +436,7 @@ mod tests {
         let facts = NodeFacts {
             node: NodeId(node),
             host: String::new(),
+            rack: None,
             tcp: String::new(),
             unix: None,
             version: String::new(),
@@ -554,8 +555,8 @@ mod tests {
         assert_eq!(told.len(), 2);
         for refusal in &told {
             let words = reason(refusal);
-            assert!(words.contains("worker 1 reads version 3"), "{words}");
-            assert!(words.contains("writes version 2"), "{words}");
+            assert!(words.contains("worker 1 reads version 4"), "{words}");
+            assert!(words.contains("writes version 3"), "{words}");
         }
     }
 

@@ -232,6 +232,7 @@ mod tests {
             let facts = NodeFacts {
                 node,
                 host: "here".into(),
+                rack: None,
                 tcp: "127.0.0.1:9".into(),
                 unix: None,
                 version: "0".into(),

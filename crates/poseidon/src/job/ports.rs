@@ -17,24 +17,45 @@ pub(crate) struct Claims {
     rates: Vec<LinkRate>,
     /// By node: the number of its host.
     hosts: Vec<u16>,
+    /// By host: the number of its rack; empty if no node names a rack.
+    racks: Vec<u16>,
     /// Worker 0's number of lanes.
     lanes: u16,
     /// Whether that is only the most.
     lanes_by_rate: bool,
 }
 
+/// Gives names numbers, in the order in which they come.
+#[derive(Default)]
+struct Numbers<'a>(BTreeMap<&'a str, u16>);
+
+impl<'a> Numbers<'a> {
+    fn number(&mut self, name: &'a str) -> u16 {
+        let next = self.0.len() as u16;
+        *self.0.entry(name).or_insert(next)
+    }
+}
+
 impl Claims {
     /// `joins` are of all nodes, in the order of their ids.
     pub(crate) fn new<'a>(joins: impl Iterator<Item = &'a Join> + Clone) -> Self {
-        let mut numbers = BTreeMap::new();
-        let mut number = |host: &'a str| {
-            let next = numbers.len() as u16;
-            *numbers.entry(host).or_insert(next)
-        };
+        let (mut hosts, mut racks) = (Numbers::default(), Numbers::default());
+        let mut rack_of = Vec::new();
+        let mut host_of = Vec::new();
+        for facts in joins.clone().map(|join| &join.facts) {
+            let host = hosts.number(&facts.host);
+            if usize::from(host) == rack_of.len() {
+                // A host that names no rack is in a rack with all others that name none.
+                rack_of.push(racks.number(facts.rack.as_deref().unwrap_or_default()));
+            }
+            host_of.push(host);
+        }
         let first = joins.clone().next();
+        let named = joins.clone().any(|join| join.facts.rack.is_some());
         Self {
-            rates: joins.clone().map(|join| join.link_rate).collect(),
-            hosts: joins.map(|join| number(&join.facts.host)).collect(),
+            rates: joins.map(|join| join.link_rate).collect(),
+            hosts: host_of,
+            racks: if named { rack_of } else { Vec::new() },
             lanes: first.map_or(1, |join| join.lanes),
             lanes_by_rate: first.is_some_and(|join| join.lanes_by_rate),
         }
@@ -56,7 +77,8 @@ impl Claims {
 
     /// `cluster` as it is while ports are measured: with the lanes that it has in any case.
     pub(crate) fn draft(&self, cluster: Cluster) -> Result<Cluster, ClusterError> {
-        cluster.with_lanes(if self.lanes_by_rate { 1 } else { self.lanes })
+        let lanes = if self.lanes_by_rate { 1 } else { self.lanes };
+        cluster.with_lanes(lanes)?.with_hosts(self.hosts.clone(), self.racks.clone())
     }
 
     /// `cluster` with its ports and lanes, when `seen` has what was measured: who sent to whom, and
@@ -71,6 +93,7 @@ impl Claims {
         cluster: Cluster,
         seen: &[(NodeId, NodeId, Rate)],
     ) -> Result<Cluster, ClusterError> {
+        let cluster = cluster.with_hosts(self.hosts.clone(), self.racks.clone())?;
         // Ports are numbered in the order of their first nodes.
         let mut numbers: BTreeMap<(u16, Option<usize>), u16> = BTreeMap::new();
         let mut rates: Vec<Option<Rate>> = Vec::new();
@@ -189,7 +212,8 @@ mod tests {
     }
 
     fn claims(rates: &[LinkRate], hosts: &[u16]) -> Claims {
-        Claims { rates: rates.to_vec(), hosts: hosts.to_vec(), lanes: 8, lanes_by_rate: true }
+        let (rates, hosts, racks) = (rates.to_vec(), hosts.to_vec(), Vec::new());
+        Claims { rates, hosts, racks, lanes: 8, lanes_by_rate: true }
     }
 
     fn settled(claims: &Claims, seen: &[(u16, u16, u64)]) -> Cluster {

@@ -9,7 +9,7 @@ use crate::job::coordinator::Coordinator;
 use crate::job::line::ControlLine;
 use crate::job::probe::{Links, Probe};
 use poseidon_core::wire::{Hello, Purpose, Status};
-use poseidon_core::{Epoch, JobId, LaneId, NodeId};
+use poseidon_core::{Epoch, JobId, LaneId, NodeId, Tree};
 use poseidon_link::descriptors::{self, Need, Shortage};
 use poseidon_link::{
     Address, BindError, Caller, ConnectError, Credentials, Listener, SOCKET_BUFFER, Serving,
@@ -64,7 +64,8 @@ pub(crate) fn join(config: &Config, job: Option<Job>) -> Result<Joined, Error> {
         .needing(need);
     let facts = NodeFacts {
         node: config.node(),
-        host: address::host_id(),
+        host: config.host.clone().unwrap_or_else(address::host_id),
+        rack: config.rack.clone(),
         tcp: listener.tcp().to_string(),
         unix: listener.unix().map(String::from),
         version: env!("CARGO_PKG_VERSION").into(),
@@ -298,21 +299,25 @@ impl Opening<'_> {
         Err(self.line.trouble().unwrap_or(error))
     }
 
-    /// Gives every link its window: a part of this host's port for links to other hosts.
+    /// Gives every link its window: a part of this host's port for links to other hosts. Most of it
+    /// is for the nodes that this one exchanges sums with.
     fn widen(&self, links: &mut [Links]) {
         let Self { config, book, .. } = *self;
-        let me = config.node();
-        let host = |node: NodeId| &book.nodes[node.index()].host;
-        let neighbours = book.cluster.node_ids().filter(|node| host(*node) == host(me)).count();
-        let senders = book.cluster.partners(me).iter().filter(|n| host(**n) != host(me)).count();
+        let (me, cluster) = (config.node(), &book.cluster);
+        let tree = Tree::new(cluster);
+        let away = |node: &NodeId| tree.host(*node) != tree.host(me);
+        let neighbours = cluster.node_ids().filter(|node| !away(node)).count();
+        let all: Vec<NodeId> = cluster.partners(me).into_iter().filter(away).collect();
+        let senders = if tree.is_flat() { all.clone() } else { tree.senders(me) };
         let shares = neighbours * links.len();
-        let rate = book.cluster.ports().get(me.index()).map(|port| port.rate);
+        let rate = cluster.ports().get(me.index()).map(|port| port.rate);
         for (node, link) in links.iter_mut().flatten() {
             // One sender does not overflow a port that is as fast as its own. On a long way, queues
             // are not what takes time, and a small window would.
             let is_long = link.round_trip().is_some_and(|time| time > LONG_WAY);
-            let bytes = match host(*node) != host(me) && senders * shares > 1 && !is_long {
-                true => poseidon_core::port::window(senders, shares, rate),
+            let count = if senders.contains(node) { senders.len() } else { all.len() };
+            let bytes = match away(node) && count * shares > 1 && !is_long {
+                true => poseidon_core::port::window(count, shares, rate),
                 false => SOCKET_BUFFER,
             };
             if let Err(error) = link.widen(bytes) {

@@ -36,6 +36,10 @@ struct Setup {
     workers: u16,
     servers: Servers,
     lanes: u16,
+    /// By node, as [`Cluster::with_hosts`] wants it.
+    hosts: Vec<u16>,
+    /// By host.
+    racks: Vec<u16>,
     layers: Vec<usize>,
     clocks: u64,
     deterministic: bool,
@@ -172,18 +176,40 @@ impl Setup {
         })
     }
 
+    /// The sum of a layer: rack by rack, in each rack host by host, on each host rank by rank.
     fn sum(&self, layer: usize, clock: u64) -> Vec<f32> {
-        let mut sum: Vec<f32> = self.gradient(0, layer, clock).collect();
-        for rank in 1..self.workers {
-            sum.iter_mut().zip(self.gradient(rank, layer, clock)).for_each(|(s, g)| *s += g);
-        }
-        sum
+        let host = |rank: u16| self.hosts.get(usize::from(rank)).copied().unwrap_or(rank);
+        let rack = |rank: u16| self.racks.get(usize::from(host(rank))).copied().unwrap_or(0);
+        let gradient = |rank: u16| self.gradient(rank, layer, clock).collect();
+        let ranks = |of_host: u16| (0..self.workers).filter(move |rank| host(*rank) == of_host);
+        let in_order = |of: &dyn Fn(u16) -> u16, mut ranks: Vec<u16>| {
+            let mut seen = BTreeSet::new();
+            ranks.retain(|rank| seen.insert(of(*rank)));
+            ranks
+        };
+        let all = (0..self.workers).collect();
+        let racks = in_order(&rack, all).into_iter().map(|first| {
+            let ranks_here = (0..self.workers).filter(|rank| rack(*rank) == rack(first)).collect();
+            let hosts = in_order(&host, ranks_here).into_iter();
+            total(hosts.map(|first| total(ranks(host(first)).map(gradient))))
+        });
+        total(racks)
     }
+}
+
+/// One after the other, the first one first.
+fn total(sums: impl Iterator<Item = Vec<f32>>) -> Vec<f32> {
+    let add = |mut sum: Vec<f32>, more: Vec<f32>| {
+        sum.iter_mut().zip(more).for_each(|(s, g)| *s += g);
+        sum
+    };
+    sums.reduce(add).unwrap_or_default()
 }
 
 impl World {
     fn new(setup: &Setup) -> Self {
         let cluster = Cluster::new(setup.workers, setup.servers, setup.lanes).unwrap();
+        let cluster = cluster.with_hosts(setup.hosts.clone(), setup.racks.clone()).unwrap();
         let size = ChunkSize { min: 4, max: 256 };
         let plan = Plan::new(&cluster, &setup.layers(), Rules { chunk: size, ..Rules::default() });
         let ids = (0..setup.layers.len() as u32).map(LayerId);
@@ -241,10 +267,7 @@ impl World {
         let lane = |(lane, links): (LaneId, Links)| {
             let shard = Shard { node: me, lane };
             let optimizer = Optimizer::Reduce(Reduction::Sum);
-            let workers = self.cluster.workers();
-            let store = role
-                .server
-                .then(|| Store::new(&self.plan, shard, workers, optimizer.clone(), order));
+            let store = Store::new(&self.plan, shard, optimizer, order);
             let (commands, taken) = channel();
             let (cluster, plan) = (&self.cluster, &self.plan);
             let part = SessionLane::new(Parts {

@@ -19,7 +19,7 @@ use crate::engine::outbox::{Message, Payload};
 use crate::engine::traffic::Counters;
 use crate::memory::exchange::Exchange;
 use board::Board;
-use plan_state::{Piece, PlanState};
+use plan_state::{Awaited, Piece, PlanState};
 use poseidon_core::queue::urgency;
 use poseidon_core::wire::{Header, Kind};
 use poseidon_core::{
@@ -138,9 +138,9 @@ impl SessionLane {
                 sent.map_err(|(chunk, violation)| self.own_fault(chunk, violation))
             }
             Command::Explain(layer, reply) => {
-                let awaited = self.state.awaited().filter(|(chunk, _)| chunk.layer == layer);
-                let words = awaited.map(|(chunk, node)| {
-                    format!("chunk {} from {}", chunk.index, self.cluster.name(node))
+                let awaited = self.state.awaited().filter(|awaited| awaited.chunk.layer == layer);
+                let words = awaited.map(|Awaited { chunk, from, .. }| {
+                    format!("chunk {} from {}", chunk.index, self.cluster.name(from))
                 });
                 // The thread that asks has its own deadline and may have gone. The same is true of
                 // the next two commands.
@@ -194,8 +194,8 @@ impl SessionLane {
 
     fn check_stalls(&self, now: Duration) -> Result<(), Error> {
         let departed = |n: NodeId| self.departed[n.index()];
-        if let Some((_, server)) = self.state.awaited().find(|(_, server)| departed(*server)) {
-            return Err(self.lost(server, "it finished while others go on".into()));
+        if let Some(awaited) = self.state.awaited().find(|awaited| departed(awaited.from)) {
+            return Err(self.lost(awaited.from, "it finished while others go on".into()));
         }
         let Some(stall) = self.state.poll_stalled(now, Duration::ZERO) else { return Ok(()) };
         let gone = |n: &NodeId| departed(*n) || (*n == self.me && self.finishing);
@@ -207,7 +207,9 @@ impl SessionLane {
                 awaited: Some(format!("chunk {chunk} of layer '{layer}' at clock {}", stall.clock)),
             });
         }
-        if stall.waited < self.stall {
+        // Those who collect know better who is missing: they speak first.
+        let patience = self.stall + if stall.collected { FIRST_WORD } else { Duration::ZERO };
+        if stall.waited < patience {
             return Ok(());
         }
         Err(Error::Stalled {
@@ -221,8 +223,9 @@ impl SessionLane {
 
     /// The error for a `node` that is gone: names what was awaited from the node.
     fn lost(&self, node: NodeId, how: String) -> Error {
-        let mut awaited = self.state.awaited().filter(|(_, server)| *server == node);
-        let first = awaited.next().map(|(chunk, _)| {
+        let concerns = |awaited: &Awaited| awaited.from == node || awaited.of == node;
+        let mut awaited = self.state.awaited().filter(concerns);
+        let first = awaited.next().map(|Awaited { chunk, .. }| {
             let clock: Clock = self.state.clock(chunk.layer);
             let layer = self.layer_name(chunk.layer);
             let more = match awaited.count() {
@@ -394,5 +397,7 @@ impl Drop for SessionLane {
     }
 }
 
+/// How much longer than its limit a node waits for others that collect.
+const FIRST_WORD: Duration = Duration::from_secs(2);
 /// The receipt of a goodbye. Other messages have the receipts that [`PlanState`] gives.
 const GOODBYE: u64 = u64::MAX - 1;

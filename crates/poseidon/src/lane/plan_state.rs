@@ -10,13 +10,14 @@ use crate::lane::board::Board;
 use crate::memory::exchange::{Exchange, Lent};
 use crate::memory::factors::{FactorMatrices, Rows};
 use poseidon_core::queue::urgency;
-use poseidon_core::store::{Completed, Contribution, Outcome, Resumption, Stall};
+use poseidon_core::store::{Completed, Contribution, Outcome, Resumption, Stall, Way};
 use poseidon_core::syncer::Part;
 use poseidon_core::wire::{Header, Kind};
 use poseidon_core::{
-    ChunkKey, Clock, Cluster, Epoch, Gather, LayerId, NodeId, Plan, Shard, Store, Syncer, Violation,
+    ChunkKey, Clock, Cluster, Epoch, Gather, LayerId, NodeId, Plan, Route, Shard, Store, Syncer,
+    Tree, Violation,
 };
-use std::collections::VecDeque;
+use std::collections::{BTreeMap, VecDeque};
 use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
@@ -25,8 +26,10 @@ use std::time::Duration;
 pub(crate) struct PlanState {
     pub(super) epoch: Epoch,
     me: NodeId,
-    workers: Vec<NodeId>,
-    store: Option<Store>,
+    tree: Tree,
+    /// The nodes that have results and factors from this one, by the way these take.
+    fan_outs: BTreeMap<Route, Arc<[NodeId]>>,
+    store: Store,
     syncers: Vec<Syncer>,
     exchanges: Vec<Option<Arc<Exchange>>>,
     /// By layer: the lane's part in gathering its factors, if it goes by factors.
@@ -38,6 +41,8 @@ pub(crate) struct PlanState {
     /// cache.
     own: VecDeque<ChunkKey>,
     completed: Vec<Completed>,
+    /// What has come to this node and goes on to others.
+    passing: Vec<Passing>,
     /// By node: the frame whose payload comes from it now, and where the payload goes.
     arriving: Vec<Option<(Header, Arriving)>>,
     board: Arc<Board>,
@@ -60,6 +65,14 @@ struct Gathering {
     in_flight: bool,
 }
 
+/// A payload that has come, and that other nodes have from this one.
+struct Passing {
+    /// As it came.
+    header: Header,
+    to: Arc<[NodeId]>,
+    payload: Payload,
+}
+
 /// A payload that is on its way in.
 #[derive(Debug)]
 enum Arriving {
@@ -67,8 +80,8 @@ enum Arriving {
     Sum { sum: Contribution, lent: Option<Lent> },
     /// Straight into the training program's memory.
     Result,
-    /// Straight into the matrix where factors meet.
-    Rows(Rows),
+    /// Straight into the matrix where factors meet: rows of this worker.
+    Rows(NodeId, Rows),
 }
 
 /// The receipt of a result that a shard holds. The receipt of any other message is its layer's
@@ -80,7 +93,7 @@ impl PlanState {
         me: Shard,
         cluster: &Cluster,
         plan: &Plan,
-        store: Option<Store>,
+        store: Store,
         matrices: &[Option<Arc<FactorMatrices>>],
         board: Arc<Board>,
     ) -> Self {
@@ -91,7 +104,7 @@ impl PlanState {
             Some(Gathering { gather, matrices, in_flight: false })
         };
         let syncers: Vec<_> =
-            layers.clone().map(|layer| Syncer::new(plan, layer, me.lane)).collect();
+            layers.clone().map(|layer| Syncer::new(plan, me.node, layer, me.lane)).collect();
         let values: usize =
             syncers.iter().flat_map(Syncer::parts).map(|part| part.range.len()).sum();
         Self {
@@ -100,19 +113,21 @@ impl PlanState {
             epoch: plan.epoch,
             me: me.node,
             arriving: cluster.node_ids().map(|_| None).collect(),
-            workers: cluster.worker_ids().collect(),
+            tree: plan.tree().clone(),
+            fan_outs: BTreeMap::new(),
             store,
             syncers,
             exchanges: vec![None; plan.layers()],
             unsent: vec![0; plan.layers()],
             own: VecDeque::new(),
             completed: Vec::new(),
+            passing: Vec::new(),
             board,
         }
     }
 
-    /// The training program lends a layer. Gives `send` a message for every chunk that lives on
-    /// another node.
+    /// The training program lends a layer. Gives `send` a message for every chunk that neither lives
+    /// on this node nor is collected here.
     pub(crate) fn handle_send(
         &mut self,
         exchange: Arc<Exchange>,
@@ -123,7 +138,7 @@ impl PlanState {
         let parts = self.syncers[layer.index()].handle_send(exchange.clock);
         for part in parts {
             let header = contribution(self.me, part.key, &part.range, &exchange);
-            if part.server == self.me {
+            if part.collects {
                 self.own.push_back(part.key);
             } else {
                 let lent = Lent { exchange: exchange.clone(), range: part.range.clone() };
@@ -132,7 +147,7 @@ impl PlanState {
                     _ => Payload::Region(lent.gradient_region()),
                 };
                 self.unsent[layer.index()] += 1;
-                send(part.server, about(header, payload, layer));
+                send(part.up, about(header, payload, layer));
             }
         }
         self.exchanges[layer.index()] = Some(exchange);
@@ -148,7 +163,7 @@ impl PlanState {
     }
 
     /// The training program's factors of `layer` are in its matrix. Gives `send` a message for
-    /// every chunk and every other worker.
+    /// every chunk and every node that has it from this one.
     pub(crate) fn handle_send_factors(
         &mut self,
         layer: LayerId,
@@ -157,6 +172,7 @@ impl PlanState {
     ) -> Result<(), (ChunkKey, Violation)> {
         let Some(gathering) = &mut self.gathers[layer.index()] else { return Ok(()) };
         let Gathering { gather, matrices, in_flight } = gathering;
+        let layout = &matrices.layout;
         let chunks = gather
             .handle_send(clock, rows, rate)
             .map_err(|violation| (ChunkKey { layer, index: 0 }, violation))?;
@@ -165,15 +181,12 @@ impl PlanState {
             let length = (range.len() * size_of::<f32>()) as u32;
             let bare = Header::bare(Kind::Factors, self.me, length);
             let header = Header { chunk, value: rate, clock, ..bare };
-            for &worker in self.workers.iter().filter(|&&w| w != self.me) {
-                let rows = Rows::own(matrices.clone(), self.me, clock, range.clone());
-                let payload = match rows.to_send() {
-                    _ if range.is_empty() => Payload::None,
-                    Ok(region) => Payload::Region(region),
-                    Err(apart) => Payload::Shared(apart),
-                };
+            let Some(route) = layout.route(chunk.index) else { continue };
+            let rows = Rows::own(matrices.clone(), self.me, clock, range.clone());
+            for &node in &*fan_out(&mut self.fan_outs, &self.tree, self.me, route) {
+                let payload = to_send(&rows);
                 self.unsent[layer.index()] += 1;
-                send(worker, about(header, payload, layer));
+                send(node, about(header, payload, layer));
             }
         }
         self.finish_if_gathered(layer);
@@ -187,8 +200,7 @@ impl PlanState {
         }
         let (landing, arriving) = match header.kind {
             Kind::Push | Kind::Init => {
-                let store = self.store.as_mut().ok_or(Violation::UnknownChunk)?;
-                let sum = store.handle_push(header, now)?;
+                let sum = self.store.handle_push(header, now)?;
                 let lent = if sum.is_lent() { self.lent(header.chunk) } else { None };
                 (Landing::Combine { width: size_of::<f32>() }, Arriving::Sum { sum, lent })
             }
@@ -198,22 +210,24 @@ impl PlanState {
                 let range = syncer.handle_update(header)?;
                 let exchange = self.exchanges[layer].clone().ok_or(Violation::NotInFlight)?;
                 let region = Lent { exchange, range }.result_region();
-                let landing = Landing::Assign { region, past_cache: self.results_are_large };
-                (landing, Arriving::Result)
+                // What others have from this node is read again soon.
+                let passes_on = syncer.part(header.chunk.index).is_some_and(|part| part.collects);
+                let past_cache = self.results_are_large && !passes_on;
+                (Landing::Assign { region, past_cache }, Arriving::Result)
             }
             Kind::Factors => {
                 let gathering = self.gathers.get_mut(header.chunk.layer.index());
                 let gathering =
                     gathering.and_then(Option::as_mut).ok_or(Violation::UnknownChunk)?;
-                let arrival = gathering.gather.handle_factors(header)?;
-                let matrices = || gathering.matrices.clone();
-                let rows = |range| Rows::others(matrices(), header.sender, arrival.place, range);
+                let arrival = gathering.gather.handle_factors(header, &self.tree)?;
+                let (matrices, worker) = (|| gathering.matrices.clone(), arrival.worker);
+                let rows = |range| Rows::others(matrices(), worker, arrival.place, range);
                 if !arrival.blank.is_empty() {
                     rows(arrival.blank.clone()).room().fill(0.0);
                 }
                 let mut rows = rows(arrival.range.clone());
                 let landing = Landing::Assign { region: rows.room_region(), past_cache: false };
-                (landing, Arriving::Rows(rows))
+                (landing, Arriving::Rows(worker, rows))
             }
             _ => return Err(Violation::WrongKind),
         };
@@ -223,34 +237,54 @@ impl PlanState {
 
     /// The next piece of the contribution from `from` that `open` let in.
     pub(crate) fn combine(&mut self, from: NodeId, piece: &[u8]) {
-        if let Some((_, Arriving::Sum { sum, lent })) = &mut self.arriving[from.index()]
-            && let Some(store) = &mut self.store
-        {
-            store.handle_piece(sum, bytemuck::cast_slice(piece), lent.as_mut().map(Lent::sum));
+        if let Some((_, Arriving::Sum { sum, lent })) = &mut self.arriving[from.index()] {
+            let lent = lent.as_mut().map(Lent::sum);
+            self.store.handle_piece(sum, bytemuck::cast_slice(piece), lent);
         }
     }
 
     /// The payload from `from` that `open` let in is all there.
     pub(crate) fn landed(&mut self, from: NodeId) {
-        let Some((Header { chunk, clock, .. }, arriving)) = self.arriving[from.index()].take()
-        else {
-            return;
-        };
+        let Some((header, arriving)) = self.arriving[from.index()].take() else { return };
+        let Header { chunk, clock, .. } = header;
         match arriving {
             Arriving::Sum { sum, mut lent } => {
-                let store = self.store.as_mut().expect("only a store opens a sum");
-                let done = store.handle_contributed(sum, lent.as_mut().map(Lent::sum));
+                let done = self.store.handle_contributed(sum, lent.as_mut().map(Lent::sum));
                 self.completed.extend(done);
             }
-            Arriving::Result => self.handle_landed(chunk),
-            Arriving::Rows(rows) => {
-                rows.land(from);
+            Arriving::Result => {
+                let part = self.syncers[chunk.layer.index()].part(chunk.index);
+                if let Some(route) = part.filter(|part| part.collects).map(|part| part.route)
+                    && let Some(lent) = self.lent(chunk)
+                {
+                    self.pass_on(header, route, Payload::Region(lent.result_region()));
+                }
+                self.handle_landed(chunk);
+            }
+            Arriving::Rows(worker, rows) => {
+                if let Some(gathering) = &self.gathers[chunk.layer.index()]
+                    && let Some(route) = gathering.matrices.layout.route(chunk.index)
+                {
+                    self.pass_on(header, route, to_send(&rows));
+                }
+                rows.land(worker);
                 if let Some(gathering) = &mut self.gathers[chunk.layer.index()]
-                    && gathering.gather.handle_landed(from, chunk.index, clock)
+                    && gathering.gather.handle_landed(chunk.index, clock)
                 {
                     self.finish_if_gathered(chunk.layer);
                 }
             }
+        }
+    }
+
+    /// What came with `header` goes on to the nodes that have it from this one. The layer stays in
+    /// flight until links have taken it.
+    fn pass_on(&mut self, header: Header, route: Route, payload: Payload) {
+        let to = fan_out(&mut self.fan_outs, &self.tree, self.me, route);
+        self.unsent[header.chunk.layer.index()] += to.len();
+        if !to.is_empty() {
+            let header = Header { sender: self.me, ..header };
+            self.passing.push(Passing { header, to, payload });
         }
     }
 
@@ -268,22 +302,33 @@ impl PlanState {
         Ok(true)
     }
 
-    /// Gives `send` an update for every chunk that has become complete and every other worker.
+    /// Gives `send` what has become complete: sums for the node above, results for those who have
+    /// contributed. And what others have from this node.
     pub(crate) fn poll_completed(&mut self, mut send: impl FnMut(NodeId, Message)) {
-        while let Some(Completed { key, clock, result }) = self.completed.pop() {
+        while let Some(Completed { key, clock, way, result }) = self.completed.pop() {
             let layer = key.layer.index();
             let lent = self.lent(key);
             let length = match (&result, &lent) {
                 (Outcome::Held(values), _) => size_of_val(&**values),
                 (Outcome::Lent, Some(lent)) => lent.range.len() * size_of::<f32>(),
                 (Outcome::Lent, None) => unreachable!("a loan ends after its chunk is complete"),
+                (Outcome::Nothing, _) => 0,
             };
-            let bare = Header::bare(Kind::Update, self.me, length as u32);
-            let header = Header { chunk: key, clock, ..bare };
-            for &worker in self.workers.iter().filter(|&&w| w != self.me) {
+            let (kind, value) = match way {
+                Way::Up { kind, rate } => (kind, rate),
+                Way::Down => (Kind::Update, 0.0),
+            };
+            let bare = Header::bare(kind, self.me, length as u32);
+            let header = Header { chunk: key, clock, value, ..bare };
+            let up = self.syncers[layer].part(key.index).map(|part| part.up);
+            let to = match way {
+                Way::Up { .. } => up.as_slice(),
+                Way::Down => self.store.contributors(key),
+            };
+            for &node in to.iter().filter(|node| **node != self.me) {
                 let message = match (&result, &lent) {
                     (Outcome::Held(values), _) => {
-                        let urgency = urgency(Kind::Update, key.layer);
+                        let urgency = urgency(kind, key.layer);
                         Message::new(header, Payload::Shared(values.clone()), urgency, HELD_RESULT)
                     }
                     (Outcome::Lent, Some(lent)) => {
@@ -291,16 +336,24 @@ impl PlanState {
                         about(header, Payload::Region(lent.gradient_region()), key.layer)
                     }
                     (Outcome::Lent, None) => unreachable!("judged above"),
+                    (Outcome::Nothing, _) => {
+                        Message::new(header, Payload::None, urgency(kind, key.layer), HELD_RESULT)
+                    }
                 };
-                send(worker, message);
+                send(node, message);
             }
             // On a dedicated server no layer is ever in flight.
-            if let Some(lent) = lent {
+            if let Some(lent) = lent.filter(|_| way == Way::Down) {
                 lent.land(&result);
                 self.handle_landed(key);
             }
             if let Outcome::Held(values) = result {
-                self.release(values);
+                self.store.release(values);
+            }
+        }
+        for Passing { header, to, payload } in self.passing.drain(..) {
+            for &node in &*to {
+                send(node, about(header, payload.clone(), header.chunk.layer));
             }
         }
     }
@@ -308,7 +361,9 @@ impl PlanState {
     /// A link has taken the whole of a message.
     pub(crate) fn sent(&mut self, sent: Sent) {
         match sent {
-            Sent { receipt: HELD_RESULT, payload: Payload::Shared(result) } => self.release(result),
+            Sent { receipt: HELD_RESULT, payload: Payload::Shared(result) } => {
+                self.store.release(result);
+            }
             Sent { receipt: HELD_RESULT, .. } => {}
             Sent { receipt: layer, .. } => {
                 let layer = LayerId(layer as u32);
@@ -321,9 +376,9 @@ impl PlanState {
 
     /// The update rule's vectors of the chunks of `layer` that this shard holds.
     pub(crate) fn rule_state(&self, layer: LayerId) -> Vec<Piece> {
-        let Some(store) = &self.store else { return Vec::new() };
         let parts = self.syncers[layer.index()].parts().iter();
-        let held = |part: &Part| Some((part.range.clone(), store.rule_state(part.key)?.to_vec()));
+        let state = |part: &Part| self.store.rule_state(part.key);
+        let held = |part: &Part| Some((part.range.clone(), state(part)?.to_vec()));
         parts.filter_map(held).collect()
     }
 
@@ -335,11 +390,10 @@ impl PlanState {
         steps: u64,
         vectors: &[Vec<f32>],
     ) -> bool {
-        let Some(store) = &mut self.store else { return true };
         let parts = self.syncers[layer.index()].parts().iter();
-        parts.filter(|part| part.server == self.me).all(|part| {
+        parts.filter(|part| part.server() == self.me).all(|part| {
             let vectors: Vec<_> = vectors.iter().map(|v| &v[part.range.clone()]).collect();
-            store.restore_rule(part.key, steps, &vectors)
+            self.store.restore_rule(part.key, steps, &vectors)
         })
     }
 
@@ -356,13 +410,12 @@ impl PlanState {
         if let Some(gathering) = &mut self.gathers[layer.index()] {
             gathering.gather.resume(clock);
         }
-        let Some(store) = &mut self.store else { return };
-        for part in self.syncers[layer.index()].parts().iter().filter(|p| p.server == self.me) {
+        for part in self.syncers[layer.index()].parts().iter().filter(|part| part.collects) {
             let range = part.range.clone();
             let vectors: Vec<&[f32]> = vectors.iter().map(|v| &v[range.clone()]).collect();
             let parameters = parameters.get(range).unwrap_or_default();
             let from = Resumption { clock, steps_before, parameters, vectors: &vectors };
-            let resumed = store.resume(part.key, &from);
+            let resumed = self.store.resume(part.key, &from);
             debug_assert!(resumed, "a new store has all of its plan's chunks, and nothing in them");
         }
     }
@@ -378,6 +431,7 @@ impl PlanState {
             && self.unsent.iter().all(|&unsent| unsent == 0)
             && self.own.is_empty()
             && self.completed.is_empty()
+            && self.passing.is_empty()
     }
 
     pub(crate) fn has_own_work(&self) -> bool {
@@ -385,13 +439,21 @@ impl PlanState {
     }
 
     pub(crate) fn poll_stalled(&self, now: Duration, limit: Duration) -> Option<Stall> {
-        self.store.as_ref()?.poll_stalled(now, limit)
+        self.store.poll_stalled(now, limit)
     }
 
     /// The chunks this node's worker awaits.
-    pub(crate) fn awaited(&self) -> impl Iterator<Item = (ChunkKey, NodeId)> {
-        let chunks = self.syncers.iter().flat_map(|s| s.missing().map(|p| (p.key, p.server)));
-        chunks.chain(self.gathers.iter().flatten().flat_map(|g| g.gather.missing()))
+    pub(crate) fn awaited(&self) -> impl Iterator<Item = Awaited> {
+        let result = |part: &Part| Awaited { chunk: part.key, from: part.up, of: part.server() };
+        let results = self.syncers.iter().flat_map(move |s| s.missing().map(result));
+        let rows = self.gathers.iter().flatten().flat_map(move |gathering| {
+            let layout = &gathering.matrices.layout;
+            gathering.gather.missing().map(move |(chunk, worker)| {
+                let from = layout.route(chunk.index).and_then(|r| self.tree.parent(self.me, r));
+                Awaited { chunk, from: from.unwrap_or(worker), of: worker }
+            })
+        });
+        results.chain(rows)
     }
 
     /// The clock `layer` is at on this lane.
@@ -406,28 +468,26 @@ impl PlanState {
     fn lend(&mut self, chunk: ChunkKey, now: Duration) -> Result<bool, Violation> {
         let Some(mut lent) = self.lent(chunk) else { return Ok(true) };
         let header = contribution(self.me, chunk, &lent.range, &lent.exchange);
-        let store = self.store.as_mut().ok_or(Violation::UnknownChunk)?;
-        let Some(loan) = store.handle_loan(&header, now)? else { return Ok(false) };
-        self.completed.extend(store.handle_contributed(loan, Some(lent.sum())));
+        let Some(loan) = self.store.handle_loan(&header, now)? else { return Ok(false) };
+        self.completed.extend(self.store.handle_contributed(loan, Some(lent.sum())));
         Ok(true)
     }
 
     fn contribute_own(&mut self, chunk: ChunkKey, now: Duration) -> Result<(), Violation> {
         let Some(lent) = self.lent(chunk) else { return Ok(()) };
         let header = contribution(self.me, chunk, &lent.range, &lent.exchange);
-        let store = self.store.as_mut().ok_or(Violation::UnknownChunk)?;
-        let mut sum = store.handle_push(&header, now)?;
+        let mut sum = self.store.handle_push(&header, now)?;
         if header.length > 0 {
-            store.handle_piece(&mut sum, lent.gradient(), None);
+            self.store.handle_piece(&mut sum, lent.gradient(), None);
         }
-        self.completed.extend(store.handle_contributed(sum, None));
+        self.completed.extend(self.store.handle_contributed(sum, None));
         Ok(())
     }
 
     /// The memory of `chunk` while its layer is in flight.
     fn lent(&self, chunk: ChunkKey) -> Option<Lent> {
         let exchange = self.exchanges[chunk.layer.index()].clone()?;
-        let range = self.syncers[chunk.layer.index()].range(chunk.index)?;
+        let range = self.syncers[chunk.layer.index()].part(chunk.index)?.range.clone();
         Some(Lent { exchange, range })
     }
 
@@ -451,11 +511,33 @@ impl PlanState {
             self.board.finish_part(layer);
         }
     }
+}
 
-    fn release(&mut self, result: Arc<[f32]>) {
-        if let Some(store) = &mut self.store {
-            store.release(result);
-        }
+/// A chunk that a worker awaits.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Awaited {
+    pub(crate) chunk: ChunkKey,
+    /// The node that it comes from.
+    pub(crate) from: NodeId,
+    /// The node that it has begun at: the chunk's server, or the worker whose factors it has.
+    pub(crate) of: NodeId,
+}
+
+/// The nodes that have from `me` what takes this way.
+fn fan_out(
+    known: &mut BTreeMap<Route, Arc<[NodeId]>>,
+    tree: &Tree,
+    me: NodeId,
+    route: Route,
+) -> Arc<[NodeId]> {
+    known.entry(route).or_insert_with(|| tree.children(me, route).into()).clone()
+}
+
+fn to_send(rows: &Rows) -> Payload {
+    match rows.to_send() {
+        _ if rows.range.is_empty() => Payload::None,
+        Ok(region) => Payload::Region(region),
+        Err(apart) => Payload::Shared(apart),
     }
 }
 

@@ -80,7 +80,7 @@ impl Lent {
             Outcome::Lent if self.exchange.destination.is_some() => {
                 to.result().copy_from_slice(self.gradient());
             }
-            Outcome::Lent => {}
+            Outcome::Lent | Outcome::Nothing => {}
         }
     }
 }

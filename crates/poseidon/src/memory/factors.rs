@@ -171,12 +171,12 @@ impl Rows {
         self.matrices.keep(self.place, sender, chunk);
     }
 
-    /// This worker's own rows, to be sent: in the matrix, or a chunk that is too long for it.
+    /// Rows that are all here, to be sent: in the matrix, or a chunk that is too long for it.
     pub(crate) fn to_send(&self) -> Result<Region, Arc<[f32]>> {
         match &self.apart {
             Some(apart) => Err(apart.clone()),
-            // SAFETY: the lane keeps the matrices, and nobody writes to a worker's own block while it
-            // is being sent.
+            // SAFETY: the lane keeps the matrices, and nobody writes to rows while they are being sent:
+            // the layer stays in flight until then.
             None => Ok(unsafe { self.matrices.places[self.place].region(self.range.clone()) }),
         }
     }

@@ -91,9 +91,7 @@ impl SessionParts {
             .collect();
         let state = |lane| {
             let shard = Shard { node: me, lane };
-            let serves = role.is_some_and(|role| role.server);
-            let (workers, rule) = (cluster.workers(), job.optimizer.clone());
-            let store = serves.then(|| Store::new(&plan, shard, workers, rule, job.order()));
+            let store = Store::new(&plan, shard, job.optimizer.clone(), job.order());
             let board = self.board.clone();
             LaneState {
                 lane,

@@ -90,11 +90,40 @@ pub(crate) struct Layout {
     pub(crate) servers: Servers,
     pub(crate) lanes: u16,
     pub(crate) carrier: Carriers,
+    /// Nodes on each host, in order. None: all nodes are on one host.
+    pub(crate) hosts: &'static [u16],
+    /// Hosts in each rack, in order. None: all hosts are in one rack.
+    pub(crate) racks: &'static [u16],
 }
 
 impl Layout {
     pub(crate) fn workers(workers: u16) -> Self {
-        Self { workers, servers: Servers::Colocated, lanes: 1, carrier: Carriers::Auto }
+        let (servers, carrier) = (Servers::Colocated, Carriers::Auto);
+        Self { workers, servers, lanes: 1, carrier, hosts: &[], racks: &[] }
+    }
+
+    /// Workers on hosts of these sizes.
+    pub(crate) fn hosts(hosts: &'static [u16]) -> Self {
+        Self { hosts, ..Self::workers(hosts.iter().sum()) }
+    }
+
+    /// The configuration of one node.
+    pub(crate) fn member(&self, config: &Config, member: Member) -> Config {
+        let mut config = Config { member, ..config.clone() };
+        let position = |sizes: &[u16], of: u16| {
+            let ends = sizes.iter().scan(0, |end, size| {
+                *end += size;
+                Some(*end)
+            });
+            ends.take_while(|end| *end <= of).count() as u16
+        };
+        if !self.hosts.is_empty() {
+            let host = position(self.hosts, config.node().0);
+            config.host = Some(format!("host {host}"));
+            let named = (!self.racks.is_empty()).then(|| position(self.racks, host));
+            config.rack = named.map(|rack| format!("rack {rack}"));
+        }
+        config
     }
 
     /// The coordinator of such a cluster, and the configuration of its worker 0.
@@ -144,15 +173,13 @@ impl Layout {
     ) -> Vec<Result<T, Error>> {
         thread::scope(|scope| {
             for index in 0..self.servers.extra() {
-                let mut config = config.clone();
-                config.member = Member::Server(index);
+                let config = self.member(config, Member::Server(index));
                 // Workers see what goes wrong; a server's own error is only the echo of it.
                 scope.spawn(move || serve(&config));
             }
             let threads: Vec<_> = (0..self.workers)
                 .map(|rank| {
-                    let mut config = config.clone();
-                    config.member = Member::Worker(rank);
+                    let config = self.member(config, Member::Worker(rank));
                     let (describe, work) = (&describe, &work);
                     scope.spawn(move || work(describe(Session::builder(config)).start()?))
                 })

@@ -21,17 +21,29 @@ fn setups(workers: std::ops::RangeInclusive<u16>) -> impl Strategy<Value = Setup
     ];
     let layers = proptest::collection::vec(0usize..400, 1..4);
     let size = (workers, servers, 1u16..3);
-    (any::<u64>(), size, layers, 1u64..4, any::<bool>()).prop_map(
-        |(seed, (workers, servers, lanes), layers, clocks, deterministic)| Setup {
-            seed,
-            workers,
-            servers,
-            lanes,
-            layers,
-            clocks,
-            deterministic,
+    let places = (numbers(12), numbers(12), any::<bool>());
+    (any::<u64>(), size, places, layers, 1u64..4, any::<bool>()).prop_map(
+        |(seed, (workers, servers, lanes), (hosts, racks, tree), layers, clocks, deterministic)| {
+            let nodes = usize::from(workers + servers.extra());
+            let hosts = hosts[..if tree { nodes } else { 0 }].to_vec();
+            let count = hosts.iter().max().map_or(0, |last| usize::from(*last) + 1);
+            let racks = racks[..count].to_vec();
+            Setup { seed, workers, servers, lanes, hosts, racks, layers, clocks, deterministic }
         },
     )
+}
+
+/// Numbers of hosts or racks: each new one is the next.
+fn numbers(len: usize) -> impl Strategy<Value = Vec<u16>> {
+    proptest::collection::vec(any::<u16>(), len).prop_map(|draws| {
+        let mut next = 0;
+        let number = |draw: u16| {
+            let number = draw % (next + 1);
+            next += u16::from(number == next);
+            number
+        };
+        draws.into_iter().map(number).collect()
+    })
 }
 
 /// A moment at which no worker has finished yet.
@@ -67,7 +79,7 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 32, failure_persistence: None, ..Default::default() })]
 
     #[test]
-    fn sums_are_exact_over_any_links(setup in setups(1..=5)) {
+    fn sums_are_exact_over_any_links(setup in setups(1..=9)) {
         check_all_well(&setup, &setup.run(None));
     }
 
@@ -146,6 +158,8 @@ fn those_who_have_finished_hear_that_the_others_live() {
         workers: 5,
         servers: Servers::Dedicated(3),
         lanes: 2,
+        hosts: vec![],
+        racks: vec![],
         layers: vec![364, 192],
         clocks: 3,
         deterministic: false,
@@ -202,6 +216,8 @@ fn a_close_that_arrives_with_the_last_bytes_is_noticed_at_once() {
         workers: 2,
         servers: Servers::Colocated,
         lanes: 1,
+        hosts: vec![],
+        racks: vec![],
         layers: vec![1],
         clocks: 1,
         deterministic: false,
@@ -267,6 +283,8 @@ fn a_frame_of_the_old_plan_that_is_half_there_stops_the_session() {
         workers: 2,
         servers: Servers::Colocated,
         lanes: 1,
+        hosts: vec![],
+        racks: vec![],
         layers: vec![400],
         clocks: 1,
         deterministic: false,
@@ -298,7 +316,9 @@ fn a_frame_of_the_old_plan_that_is_half_there_stops_the_session() {
 
     let mut plan = world.plan.clone();
     plan.epoch = Epoch(2);
-    let state = PlanState::new(shard, &world.cluster, &plan, None, &[None], board.clone());
+    let rule = Optimizer::Reduce(Reduction::Sum);
+    let store = Store::new(&plan, shard, rule, Order::Arrival);
+    let state = PlanState::new(shard, &world.cluster, &plan, store, &[None], board.clone());
     commands.send(Command::Replan(Box::new(state))).ok().unwrap();
     turn();
     let words = board.failure().expect("worker 1 follows the old plan").to_string();

@@ -1,0 +1,281 @@
+//! Where nodes are, and how sums pass through hosts and racks (Poseidon 2017 §5.1, PHub §3).
+//!
+//! The workers of a host reach each other through memory, and share a port. So what they contribute
+//! to a chunk is added up inside the host, and one stream of the host goes out. One of the host's
+//! workers is the chunk's *collector*: the others give it their contributions, it passes the sum on
+//! and hands the result back to them. Every worker of a host collects its part of the chunks, so that
+//! none has more work than another. A rack is the same one level up: one of its hosts' collectors
+//! collects from the others.
+//!
+//! So the way of a chunk is a tree. Its root is the server that holds the chunk. Factors go the other
+//! way, from the worker whose factors they are, which then is the root.
+
+use crate::{Cluster, NodeId};
+
+/// The hosts and racks of a cluster.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Tree {
+    /// By node: its host.
+    host_of: Vec<u16>,
+    hosts: Vec<Host>,
+    racks: Vec<Rack>,
+    workers: usize,
+}
+
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+struct Host {
+    rack: u16,
+    workers: Vec<NodeId>,
+    servers: Vec<NodeId>,
+}
+
+/// A rack: its hosts, and which of them have workers.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+struct Rack {
+    hosts: Vec<u16>,
+    working: Vec<u16>,
+}
+
+/// Which tree a chunk takes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Route {
+    /// Where sums are complete, or where factors come from.
+    pub root: NodeId,
+    /// Spreads the chunks of a root over the collectors of each host: the number of the chunk among
+    /// them.
+    pub turn: u32,
+}
+
+/// What a node adds up for a chunk, and in which order if the order counts.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Sum {
+    /// What one node sends.
+    Stream(Stream),
+    /// A sum of sums: of a host, of a rack, or of everybody.
+    Group(Vec<Sum>),
+}
+
+/// What one node sends: its own contribution, or a sum that it has collected.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Stream {
+    /// The node.
+    pub node: NodeId,
+    /// The lowest rank among the workers that the stream covers.
+    pub first: NodeId,
+    /// Number of workers that the stream covers.
+    pub workers: usize,
+}
+
+impl Tree {
+    /// The tree of `cluster`.
+    pub fn new(cluster: &Cluster) -> Self {
+        let host_of: Vec<u16> = match cluster.hosts() {
+            [] => cluster.node_ids().map(|node| node.0).collect(),
+            hosts => hosts.to_vec(),
+        };
+        let count = host_of.iter().max().map_or(0, |last| usize::from(*last) + 1);
+        let mut hosts = vec![Host::default(); count];
+        for (node, host) in cluster.node_ids().zip(&host_of) {
+            let host = &mut hosts[usize::from(*host)];
+            let role = cluster.role(node);
+            host.workers.extend(role.filter(|role| role.worker).map(|_| node));
+            host.servers.extend(role.filter(|role| role.server).map(|_| node));
+        }
+        for (host, rack) in hosts.iter_mut().zip(cluster.racks()) {
+            host.rack = *rack;
+        }
+        let count = hosts.iter().map(|host| usize::from(host.rack) + 1).max().unwrap_or(0);
+        let mut racks = vec![Rack::default(); count];
+        for (host, number) in hosts.iter().zip(0..) {
+            let rack = &mut racks[usize::from(host.rack)];
+            rack.hosts.push(number);
+            rack.working.extend((!host.workers.is_empty()).then_some(number));
+        }
+        Self { host_of, hosts, racks, workers: cluster.workers() }
+    }
+
+    /// Number of workers.
+    pub fn workers(&self) -> usize {
+        self.workers
+    }
+
+    /// The workers of every host, by host. A host of servers has none.
+    pub fn workers_by_host(&self) -> impl ExactSizeIterator<Item = &[NodeId]> {
+        self.hosts.iter().map(|host| &host.workers[..])
+    }
+
+    /// The number of `node`'s host.
+    pub fn host(&self, node: NodeId) -> u16 {
+        self.host_of[node.index()]
+    }
+
+    /// The number of `host`'s rack.
+    pub fn rack(&self, host: u16) -> u16 {
+        self.hosts[usize::from(host)].rack
+    }
+
+    /// Whether every contribution goes straight to its root, and every result straight back.
+    pub fn is_flat(&self) -> bool {
+        let one_host = self.hosts.len() == 1;
+        let one_rack = self.racks.len() == 1;
+        (one_host || self.hosts.iter().all(|host| host.workers.len() <= 1))
+            && (one_rack || self.racks.iter().all(|rack| rack.working.len() <= 1))
+    }
+
+    /// The node that `node` sends its contribution or its sum to, and that it has the result from.
+    /// `None` at the root.
+    pub fn parent(&self, node: NodeId, route: Route) -> Option<NodeId> {
+        let (host, to) = (self.host(node), self.host(route.root));
+        if node == route.root {
+            return None;
+        }
+        let collector = self.collector(host, route).filter(|_| host != to);
+        if collector.is_some_and(|collector| collector != node) {
+            return collector;
+        }
+        let (rack, to) = (self.rack(host), self.rack(to));
+        let collector = self.collector_of_rack(rack, route).filter(|_| rack != to);
+        Some(collector.filter(|collector| *collector != node).unwrap_or(route.root))
+    }
+
+    /// Whether contributions of workers end at `node`, or stop over there: it is the root, or it
+    /// collects for others than itself.
+    pub fn collects(&self, node: NodeId, route: Route) -> bool {
+        let (host, to) = (self.host(node), self.host(route.root));
+        let of_host = || {
+            let alone = self.hosts[usize::from(host)].workers.len() == 1;
+            !alone && host != to && self.collector(host, route) == Some(node)
+        };
+        let of_rack = || {
+            let rack = self.rack(host);
+            let alone = self.racks[usize::from(rack)].working.len() == 1;
+            !alone && rack != self.rack(to) && self.collector_of_rack(rack, route) == Some(node)
+        };
+        node == route.root || of_host() || of_rack()
+    }
+
+    /// Whether `node` sends something towards the root: it is a worker, and not the root.
+    pub fn contributes(&self, node: NodeId, route: Route) -> bool {
+        let workers = &self.hosts[usize::from(self.host(node))].workers;
+        node != route.root && workers.binary_search(&node).is_ok()
+    }
+
+    /// The nodes whose parent is `node`, in order.
+    pub fn children(&self, node: NodeId, route: Route) -> Vec<NodeId> {
+        let mut nodes = Vec::new();
+        self.sum(node, route).visit(&mut |stream| nodes.push(stream.node));
+        nodes.retain(|child| *child != node);
+        nodes.sort_unstable();
+        nodes
+    }
+
+    /// What `node` adds up: streams of its children, and its own contribution if it is a worker.
+    pub fn sum(&self, node: NodeId, route: Route) -> Sum {
+        let host = self.host(node);
+        let to = self.host(route.root);
+        let is_root = node == route.root;
+        let of_host = host != to && self.collector(host, route) == Some(node);
+        if !is_root && !of_host {
+            return Sum::worker(node);
+        }
+        let workers = &self.hosts[usize::from(host)].workers;
+        let mut sum = Sum::Group(workers.iter().map(|worker| Sum::worker(*worker)).collect());
+        let rack = self.rack(host);
+        let of_rack = rack != self.rack(to) && self.collector_of_rack(rack, route) == Some(node);
+        if is_root || of_rack {
+            let others = self.racks[usize::from(rack)].working.iter().filter(|h| **h != host);
+            let stream = |other: &u16| {
+                let node = self.collector(*other, route)?;
+                let workers = &self.hosts[usize::from(*other)].workers;
+                Some(Stream { node, first: *workers.first()?, workers: workers.len() })
+            };
+            sum = sum.among(others.filter_map(stream));
+        }
+        if is_root {
+            let others = (0..self.racks.len() as u16).filter(|other| *other != rack);
+            let stream = |other: u16| {
+                let node = self.collector_of_rack(other, route)?;
+                let hosts = self.racks[usize::from(other)].working.iter();
+                let workers =
+                    || hosts.clone().flat_map(|host| &self.hosts[usize::from(*host)].workers);
+                Some(Stream { node, first: *workers().min()?, workers: workers().count() })
+            };
+            sum = sum.among(others.filter_map(stream));
+        }
+        sum
+    }
+
+    /// The nodes that send anything of sums or factors to `node` from other hosts.
+    pub fn senders(&self, node: NodeId) -> Vec<NodeId> {
+        let mut senders = Vec::new();
+        let turns = self.hosts.iter().map(|host| host.workers.len()).max().unwrap_or(1) as u32;
+        for (root, turn) in
+            (0..self.host_of.len() as u16).flat_map(|r| (0..turns).map(move |t| (r, t)))
+        {
+            let route = Route { root: NodeId(root), turn };
+            senders.extend(self.parent(node, route));
+            senders.extend(self.children(node, route));
+        }
+        senders.retain(|sender| self.host(*sender) != self.host(node));
+        senders.sort_unstable();
+        senders.dedup();
+        senders
+    }
+
+    /// The worker of `host` that collects what goes along `route`. `None` if the host has no workers.
+    fn collector(&self, host: u16, route: Route) -> Option<NodeId> {
+        let workers = &self.hosts[usize::from(host)].workers;
+        let at = &self.hosts[usize::from(self.host(route.root))];
+        // The root's neighbours have the next collectors: so the n-th of each host exchange with
+        // each other, and not everybody with everybody.
+        let (place, of) = match at.servers.iter().position(|server| *server == route.root) {
+            Some(place) => (place, at.servers.len()),
+            None => (at.workers.iter().position(|w| *w == route.root)?, at.workers.len()),
+        };
+        let spread = place + of * route.turn as usize;
+        workers.get(spread % workers.len().max(1)).copied()
+    }
+
+    /// The node of `rack` that collects what goes along `route`. `None` if the rack has no workers.
+    fn collector_of_rack(&self, rack: u16, route: Route) -> Option<NodeId> {
+        let hosts = &self.racks[usize::from(rack)].working;
+        let host = self.host(route.root);
+        let neighbours = &self.racks[usize::from(self.rack(host))].hosts;
+        let place = neighbours.iter().position(|neighbour| *neighbour == host)?;
+        let spread = place + neighbours.len() * route.turn as usize;
+        self.collector(*hosts.get(spread % hosts.len().max(1))?, route)
+    }
+}
+
+impl Sum {
+    fn worker(node: NodeId) -> Self {
+        Self::Stream(Stream { node, first: node, workers: 1 })
+    }
+
+    /// The sum of this and of `others`, in the order of the lowest ranks.
+    fn among(self, others: impl Iterator<Item = Stream>) -> Self {
+        let mut all: Vec<Self> = others.map(Self::Stream).collect();
+        all.push(self);
+        all.sort_by_key(Self::first);
+        Self::Group(all)
+    }
+
+    /// The lowest rank that is covered.
+    fn first(&self) -> Option<NodeId> {
+        match self {
+            Self::Stream(stream) => Some(stream.first),
+            Self::Group(sums) => sums.iter().filter_map(Self::first).min(),
+        }
+    }
+
+    /// Calls `see` with each stream.
+    pub fn visit(&self, see: &mut impl FnMut(&Stream)) {
+        match self {
+            Self::Stream(stream) => see(stream),
+            Self::Group(sums) => sums.iter().for_each(|sum| sum.visit(see)),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,137 @@
+use super::*;
+use crate::Servers;
+use proptest::prelude::*;
+use std::collections::BTreeSet;
+
+/// Workers on hosts of these sizes, in racks of these numbers of hosts.
+fn tree(hosts: &[usize], racks: &[usize]) -> Tree {
+    on(Servers::Colocated, hosts, racks)
+}
+
+fn on(servers: Servers, hosts: &[usize], racks: &[usize]) -> Tree {
+    let numbers = |sizes: &[usize]| -> Vec<u16> {
+        sizes.iter().zip(0..).flat_map(|(size, number)| vec![number; *size]).collect()
+    };
+    let nodes: usize = hosts.iter().sum();
+    let workers = nodes as u16 - servers.extra();
+    let cluster = Cluster::new(workers, servers, 1).unwrap();
+    Tree::new(&cluster.with_hosts(numbers(hosts), numbers(racks)).unwrap())
+}
+
+fn nodes(ids: &[u16]) -> Vec<NodeId> {
+    ids.iter().map(|id| NodeId(*id)).collect()
+}
+
+fn route(root: u16, turn: u32) -> Route {
+    Route { root: NodeId(root), turn }
+}
+
+#[test]
+fn the_nth_workers_of_all_hosts_exchange_with_each_other() {
+    let tree = tree(&[4, 4, 4], &[]);
+    assert!(!tree.is_flat());
+    for turn in 0..3 {
+        // Node 5 is the second of its host: so are nodes 1 and 9.
+        assert_eq!(tree.children(NodeId(5), route(5, turn)), nodes(&[1, 4, 6, 7, 9]));
+        assert_eq!(tree.children(NodeId(1), route(5, turn)), nodes(&[0, 2, 3]));
+        assert_eq!(tree.parent(NodeId(1), route(5, turn)), Some(NodeId(5)));
+        assert_eq!(tree.parent(NodeId(3), route(5, turn)), Some(NodeId(1)));
+        assert_eq!(tree.parent(NodeId(7), route(5, turn)), Some(NodeId(5)));
+        assert_eq!(tree.parent(NodeId(5), route(5, turn)), None);
+    }
+    assert_eq!(tree.senders(NodeId(5)), nodes(&[1, 9]));
+}
+
+#[test]
+fn one_host_and_hosts_of_one_worker_are_flat() {
+    let flat = [tree(&[5], &[]), tree(&[1; 4], &[]), tree(&[1; 4], &[1; 4])];
+    for tree in flat {
+        assert!(tree.is_flat());
+        let all = (0..tree.workers() as u16).map(NodeId);
+        for (node, root) in all.clone().flat_map(|node| all.clone().map(move |root| (node, root))) {
+            let up = (node != root).then_some(root);
+            assert_eq!(tree.parent(node, Route { root, turn: 7 }), up);
+            assert_eq!(tree.collects(node, Route { root, turn: 7 }), node == root);
+        }
+    }
+}
+
+/// A server that is alone on its host has all its chunks collected by everybody in turn.
+#[test]
+fn the_chunks_of_a_lonely_server_are_spread_over_a_hosts_workers() {
+    let tree = on(Servers::Dedicated(1), &[3, 3, 1], &[]);
+    let collector = |turn| {
+        tree.parent(NodeId(6), route(6, turn))
+            .is_none()
+            .then(|| tree.children(NodeId(6), route(6, turn)))
+    };
+    assert_eq!(collector(0), Some(nodes(&[0, 3])));
+    assert_eq!(collector(1), Some(nodes(&[1, 4])));
+    assert_eq!(collector(5), Some(nodes(&[2, 5])));
+    assert_eq!(tree.senders(NodeId(6)), nodes(&[0, 1, 2, 3, 4, 5]));
+}
+
+#[test]
+fn a_rack_sends_one_stream() {
+    // Two racks of two hosts of two workers.
+    let tree = tree(&[2; 4], &[2; 2]);
+    let at = |node| tree.children(NodeId(node), route(2, 0));
+    // The root is the first of the second host: so are the collectors.
+    assert_eq!(at(2), nodes(&[0, 3, 6]));
+    assert_eq!(at(6), nodes(&[4, 7]));
+    assert_eq!(at(4), nodes(&[5]));
+    assert_eq!(at(0), nodes(&[1]));
+    assert_eq!(tree.parent(NodeId(6), route(2, 0)), Some(NodeId(2)));
+    assert_eq!(tree.parent(NodeId(4), route(2, 0)), Some(NodeId(6)));
+}
+
+#[test]
+fn sums_are_in_the_order_of_ranks() {
+    let tree = tree(&[2, 2, 1], &[]);
+    let one = |node| Sum::worker(NodeId(node));
+    let stream = |node: u16, first: u16, workers| {
+        Sum::Stream(Stream { node: NodeId(node), first: NodeId(first), workers })
+    };
+    let own = Sum::Group(vec![one(2), one(3)]);
+    let all = Sum::Group(vec![Sum::Group(vec![stream(1, 0, 2), own, stream(4, 4, 1)])]);
+    assert_eq!(tree.sum(NodeId(3), route(3, 0)), all);
+}
+
+proptest! {
+    /// Every worker is covered once, on one way without a circle.
+    #[test]
+    fn every_worker_has_one_way_to_every_root(
+        hosts in proptest::collection::vec(1usize..5, 1..7), in_rack in 1usize..4, extra in 0u16..3, turn in 0u32..9,
+    ) {
+        let count: usize = hosts.iter().sum();
+        prop_assume!(count > usize::from(extra));
+        let mut racks = vec![in_rack; hosts.len() / in_rack];
+        racks.extend((hosts.len() % in_rack > 0).then_some(hosts.len() % in_rack));
+        let servers = if extra > 0 { Servers::Mixed(extra) } else { Servers::Colocated };
+        let tree = on(servers, &hosts, &racks);
+        for root in 0..count as u16 {
+            let route = route(root, turn);
+            let mut covered = BTreeSet::new();
+            let mut next = vec![NodeId(root)];
+            while let Some(node) = next.pop() {
+                prop_assert!(covered.insert(node) , "{node} twice");
+                let children = tree.children(node, route);
+                prop_assert_eq!(tree.collects(node, route), node == route.root || !children.is_empty());
+                for child in children {
+                    prop_assert_eq!(tree.parent(child, route), Some(node));
+                    next.push(child);
+                }
+            }
+            covered.insert(NodeId(root));
+            let workers = (0..tree.workers() as u16).map(NodeId);
+            prop_assert!(workers.clone().all(|worker| covered.contains(&worker)));
+            let streams = |host: u16| covered.iter().filter(|node| {
+                let up = tree.parent(**node, route);
+                tree.host(**node) == host && up.is_some_and(|up| tree.host(up) != host)
+            }).count();
+            for host in 0..hosts.len() as u16 {
+                prop_assert!(streams(host) <= 1, "host {host} sends {} streams", streams(host));
+            }
+        }
+    }
+}
