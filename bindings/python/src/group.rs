@@ -7,7 +7,7 @@ use crate::errors::raise;
 use poseidon::collectives::{Request, Tensor, Terms};
 use poseidon::config::{Config, connect_timeout, credentials};
 use poseidon::coordinator::query;
-use poseidon::{Coordinator, Dtype, ReduceOp, Secret};
+use poseidon::{Coordinator, Dtype, Rate, ReduceOp, Secret};
 use pyo3::exceptions::{PyOSError, PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
 use std::ptr::NonNull;
@@ -127,6 +127,20 @@ impl Group {
     #[getter]
     fn identity(&self) -> Option<String> {
         self.inner.identity().map(|identity| identity.to_string())
+    }
+
+    /// Changes what this process may send to other hosts, such as `400mbit`; nothing is no limit.
+    #[pyo3(signature = (rate))]
+    fn set_bandwidth_budget(&self, py: Python<'_>, rate: Option<&str>) -> PyResult<()> {
+        let set = self.inner.set_bandwidth_budget(crate::budget(rate)?);
+        set.map_err(|error| raise(py, error))
+    }
+
+    /// Bits a second that this process may send to other hosts; nothing is no limit.
+    #[getter]
+    fn bandwidth_budget(&self, py: Python<'_>) -> PyResult<Option<u64>> {
+        let budget = self.inner.bandwidth_budget().map_err(|error| raise(py, error))?;
+        Ok(budget.map(Rate::bits))
     }
 
     /// Begins an operation: its name, what goes in, what comes out, and what it needs besides.

@@ -9,8 +9,8 @@ mod group;
 
 use errors::raise;
 use poseidon::{
-    Buffer, Cluster, Config, Factors, Layer, LayerId, LayerKind, Optimizer, Policy, RuleState,
-    Servers,
+    Buffer, Cluster, Config, Factors, Layer, LayerId, LayerKind, Limit, Optimizer, Policy, Rate,
+    RuleState, Servers,
 };
 use poseidon_core::scheme;
 use pyo3::exceptions::{PyRuntimeError, PyValueError};
@@ -252,6 +252,19 @@ impl Session {
         Ok(())
     }
 
+    /// Changes what this process may send to other hosts, such as `400mbit`; nothing is no limit.
+    #[pyo3(signature = (rate))]
+    fn set_bandwidth_budget(&self, py: Python<'_>, rate: Option<&str>) -> PyResult<()> {
+        let set = self.session()?.set_bandwidth_budget(budget(rate)?);
+        set.map_err(|error| raise(py, error))
+    }
+
+    /// Bits a second that this process may send to other hosts; nothing is no limit.
+    #[getter]
+    fn bandwidth_budget(&self) -> PyResult<Option<u64>> {
+        Ok(self.session()?.bandwidth_budget().map(Rate::bits))
+    }
+
     /// Fills `into` with what this node holds of the update rule's vectors; elsewhere they are 0.
     /// Returns the steps taken.
     fn rule_state(&self, py: Python<'_>, layer: u32, into: Vec<Memory>) -> PyResult<u64> {
@@ -359,6 +372,15 @@ impl Session {
 
 fn value_error(error: impl std::fmt::Display) -> PyErr {
     PyValueError::new_err(error.to_string())
+}
+
+/// A budget as people write it.
+fn budget(text: Option<&str>) -> PyResult<Option<Rate>> {
+    let Some(text) = text else { return Ok(None) };
+    let Limit(rate) = text
+        .parse()
+        .map_err(|error| PyValueError::new_err(format!("bandwidth budget '{text}': {error}")))?;
+    Ok(rate)
 }
 
 /// The scheme for a fully connected layer among colocated workers, and why.

@@ -3,7 +3,7 @@
 use crate::supervise::{Process, Role};
 use anyhow::Context;
 use poseidon::config::credentials;
-use poseidon::{Cluster, Coordinator, Secret, Servers};
+use poseidon::{Cluster, Coordinator, Limit, Secret, Servers};
 use std::net::{IpAddr, SocketAddr, TcpListener};
 use std::path::PathBuf;
 use std::process::Command;
@@ -22,6 +22,8 @@ pub(crate) struct Size {
     pub(crate) servers: Servers,
     /// `None`: each process decides.
     pub(crate) lanes: Option<u16>,
+    /// What each process may send to other hosts. `None`: the environment says.
+    pub(crate) budget: Option<Limit>,
     pub(crate) address: IpAddr,
 }
 
@@ -116,6 +118,11 @@ impl Facts {
         if let Some(lanes) = self.size.lanes {
             command.env("POSEIDON_LANES", lanes.to_string());
         }
+        if let Some(Limit(budget)) = self.size.budget {
+            let text =
+                budget.map_or("none".into(), |rate| format!("{}kbit", rate.bits() as f64 / 1e3));
+            command.env("POSEIDON_BANDWIDTH_BUDGET", text);
+        }
     }
 }
 
@@ -127,7 +134,7 @@ mod tests {
     fn facts(lanes: Option<u16>) -> Facts {
         let address = IpAddr::from([127, 0, 0, 1]);
         Facts {
-            size: Size { workers: 3, servers: Servers::Mixed(2), lanes, address },
+            size: Size { workers: 3, servers: Servers::Mixed(2), lanes, budget: None, address },
             coordinator: "127.0.0.1:5000".parse().unwrap(),
             master: "127.0.0.1:5001".parse().unwrap(),
             secret: "5ec2e7".into(),
@@ -170,6 +177,21 @@ mod tests {
         assert_eq!(server.command.get_program(), "/bin/poseidon");
         assert_eq!(server.command.get_args().collect::<Vec<_>>(), ["serve"]);
         assert_eq!((server.label.as_str(), server.role), ("server 1", Role::Server));
+    }
+
+    #[test]
+    fn every_process_is_told_the_same_budget_to_the_bit() {
+        for (limit, text) in
+            [("none", "none"), ("400mbit", "400000kbit"), ("1234.567kbit", "1234.567kbit")]
+        {
+            let mut facts = facts(None);
+            let limit: Limit = limit.parse().unwrap();
+            facts.size.budget = Some(limit);
+            for process in [facts.server(0), facts.worker(0, Command::new("prog"))] {
+                assert_eq!(environment(&process)["POSEIDON_BANDWIDTH_BUDGET"], Some(text));
+                assert_eq!(text.parse(), Ok(limit));
+            }
+        }
     }
 
     #[test]

@@ -2,7 +2,7 @@
 
 use crate::job::{Job, Size};
 use crate::supervise::{self, Options};
-use poseidon::Servers;
+use poseidon::{Limit, Servers};
 use std::ffi::OsString;
 use std::net::IpAddr;
 use std::process::{Command, ExitCode};
@@ -34,6 +34,11 @@ pub(crate) struct Args {
     #[arg(long, value_name = "L", value_parser = at_least_1)]
     lanes: Option<u16>,
 
+    /// What each process may send to other hosts, such as 400mbit; 'none' is no limit
+    /// [default: none, or POSEIDON_BANDWIDTH_BUDGET].
+    #[arg(long, value_name = "RATE|none")]
+    bandwidth_budget: Option<Limit>,
+
     /// The address of this machine at which the processes of the job meet.
     #[arg(long, value_name = "IP", default_value = "127.0.0.1")]
     coordinator_address: IpAddr,
@@ -49,6 +54,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<ExitCode> {
         workers: args.workers,
         servers: args.servers,
         lanes: args.lanes,
+        budget: args.bandwidth_budget,
         address: args.coordinator_address,
     })?;
     let command = || {

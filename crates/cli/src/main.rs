@@ -5,6 +5,7 @@
 
 mod bandwidth;
 mod bench;
+mod budget;
 mod data;
 mod figures;
 mod job;
@@ -15,6 +16,7 @@ mod plan;
 mod profile;
 mod query;
 mod report;
+mod running_job;
 mod serve;
 mod supervise;
 mod terminal;
@@ -45,6 +47,7 @@ enum Command {
     Lab(lab::Args),
     Serve(serve::Args),
     Query(query::Args),
+    Budget(budget::Args),
     Bench(bench::Args),
 }
 
@@ -60,6 +63,7 @@ impl Command {
             Self::Lab(args) => lab::run(args),
             Self::Serve(args) => serve::run(args),
             Self::Query(args) => query::run(args),
+            Self::Budget(args) => budget::run(args),
             Self::Bench(args) => bench::run(args),
         }
     }

@@ -1,13 +1,13 @@
 //! `poseidon query`: asks a running job's coordinator.
 
 use crate::report::units;
+use crate::running_job::RunningJob;
 use crate::terminal::printable;
 use anyhow::bail;
 use poseidon::coordinator::query;
-use poseidon::{Config, PlacedChunk, PlannedLayer, PlannedPort};
+use poseidon::{PlacedChunk, PlannedLayer, PlannedPort};
 use serde_json::Value;
 use std::process::ExitCode;
-use std::time::Duration;
 use unicode_width::UnicodeWidthStr;
 
 /// Ask a running job's coordinator for the information book: nodes, addresses, layers, the plan.
@@ -30,32 +30,15 @@ pub(crate) struct Args {
     #[arg(long)]
     json: bool,
 
-    /// The coordinator's address.
-    #[arg(long, value_name = "HOST:PORT")]
-    coordinator: Option<String>,
-
-    /// The job's name, where it is not the environment's.
-    #[arg(long, value_name = "NAME")]
-    cluster: Option<String>,
-
-    /// Seconds to wait for an answer.
-    #[arg(long, value_name = "SECONDS", default_value_t = 5)]
-    patience: u64,
+    #[command(flatten)]
+    job: RunningJob,
 }
 
 /// Prints the answer.
 pub(crate) fn run(args: Args) -> anyhow::Result<ExitCode> {
-    let mut config = Config::from_env()?;
-    config.cluster = args.cluster.unwrap_or(config.cluster);
-    let address = args.coordinator.unwrap_or(config.coordinator.clone());
-    if address.ends_with(":0") {
-        bail!(
-            "no coordinator to ask: give --coordinator HOST:PORT, or run inside a job's environment"
-        );
-    }
+    let (config, patience) = args.job.find()?;
     let credentials = config.credentials();
-    let patience = Duration::from_secs(args.patience);
-    let ask = |key: &str| Ok(query(&address, &credentials, key, patience)?);
+    let ask = |key: &str| Ok(query(&config.coordinator, &credentials, key, patience)?);
     let Some(answer) = ask(&args.key)? else { bail!(what_there_is(&args.key, ask)?) };
     match &*args.key {
         "plan" if !args.json => {

@@ -1,7 +1,7 @@
 //! `poseidon serve`: one dedicated server.
 
-use poseidon::Config;
 use poseidon::config::LinkRate;
+use poseidon::{Config, Limit};
 use std::process::ExitCode;
 
 /// Run one dedicated server until the last worker has finished.
@@ -17,6 +17,11 @@ pub(crate) struct Args {
     #[arg(long, value_name = "RATE|auto|unknown")]
     link_rate: Option<LinkRate>,
 
+    /// What this server may send to other hosts, such as 400mbit; 'none' is no limit
+    /// [default: none, or POSEIDON_BANDWIDTH_BUDGET].
+    #[arg(long, value_name = "RATE|none")]
+    bandwidth_budget: Option<Limit>,
+
     /// The rack that this node is in: between racks each chunk goes once
     /// [default: POSEIDON_RACK, or Slurm's topology].
     #[arg(long, value_name = "NAME")]
@@ -27,6 +32,8 @@ pub(crate) struct Args {
 pub(crate) fn run(args: Args) -> anyhow::Result<ExitCode> {
     let mut config = Config::from_env()?;
     config.link_rate = args.link_rate.unwrap_or(config.link_rate);
+    config.bandwidth_budget =
+        args.bandwidth_budget.map_or(config.bandwidth_budget, |limit| limit.0);
     config.rack = args.rack.clone().or(config.rack);
     let traffic = poseidon::serve(&config)?;
     tracing::debug!(sent = traffic.bytes_sent, received = traffic.bytes_received, "served");

@@ -9,8 +9,8 @@ mod worker;
 use crate::job::{Job, Size};
 use crate::supervise::{self, Options};
 use anyhow::{Context, bail};
-use poseidon::Config;
 use poseidon::config::LinkRate;
+use poseidon::{Config, Limit};
 use settings::{Flags, Settings};
 use std::io::{self, Write};
 use std::process::{Command, ExitCode};
@@ -63,6 +63,11 @@ pub(crate) struct Args {
     #[arg(long, value_name = "RATE|auto|unknown")]
     link_rate: Option<LinkRate>,
 
+    /// What each node may send to other hosts, such as 400mbit; 'none' is no limit
+    /// [default: none, or POSEIDON_BANDWIDTH_BUDGET].
+    #[arg(long, value_name = "RATE|none")]
+    bandwidth_budget: Option<Limit>,
+
     /// The rack that this node is in: between racks each chunk goes once
     /// [default: POSEIDON_RACK, or Slurm's topology].
     #[arg(long, value_name = "NAME")]
@@ -99,6 +104,8 @@ pub(crate) fn run(args: Args) -> anyhow::Result<ExitCode> {
     let mut config = Config::from_variables(&variable)?;
     settings.apply_to(&mut config);
     config.link_rate = args.link_rate.unwrap_or(config.link_rate);
+    config.bandwidth_budget =
+        args.bandwidth_budget.map_or(config.bandwidth_budget, |limit| limit.0);
     config.rack = args.rack.clone().or(config.rack);
     if args.flags.workers.is_some_and(|workers| workers != config.workers) {
         let (asked, found) = (settings.workers, config.workers);
@@ -117,6 +124,7 @@ fn start_workers(args: &Args, settings: &Settings) -> anyhow::Result<ExitCode> {
         workers: settings.workers,
         servers: settings.servers,
         lanes: settings.lanes,
+        budget: args.bandwidth_budget,
         address: [127, 0, 0, 1].into(),
     })?;
     let command = || {

@@ -2,6 +2,7 @@
 //!
 //! * [`layer`], [`cluster`]: what is trained, and on which nodes.
 //! * [`port`], [`share`]: what a node's port carries, and how much its servers hold for that.
+//! * [`budget`]: how fast a node may send.
 //! * [`tree`]: hosts and racks, and how sums pass through them.
 //! * [`book`]: what every node knows about the job: the two, the nodes' addresses, and an epoch.
 //! * [`overlap`]: how much of synchronising may run beside computing.
@@ -19,6 +20,7 @@
 #![forbid(unsafe_code)]
 
 pub mod book;
+pub mod budget;
 pub mod chunk;
 pub mod cluster;
 pub mod cost;
@@ -42,6 +44,7 @@ mod job_id;
 mod violation;
 
 pub use book::{Book, Job, NodeFacts};
+pub use budget::{Allowance, Budget};
 pub use chunk::{ChunkKey, ChunkSize, Chunks};
 pub use cluster::{Cluster, Role, Servers};
 pub use factors::Gather;

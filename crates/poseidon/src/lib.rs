@@ -52,11 +52,12 @@ pub use job::config::{self, Config};
 pub use job::coordinator::{self, Coordinator};
 pub use memory::buffer::{self, Buffer};
 pub use memory::factors::Factors;
+pub use poseidon_core::budget::Limit;
 pub use poseidon_core::plan::{Placement, Rules};
 pub use poseidon_core::store::Order;
 pub use poseidon_core::{
     ChunkSize, Clock, Cluster, Dtype, Epoch, JobId, LaneId, Layer, LayerId, LayerKind, NodeId,
-    Optimizer, Plan, Policy, ReduceOp, Reduction, Scheme, Servers,
+    Optimizer, Plan, Policy, Rate, ReduceOp, Reduction, Scheme, Servers,
 };
 pub use poseidon_link::Secret;
 pub use server::serve;

@@ -338,3 +338,18 @@ fn some_ranks_share_the_links_of_all() {
         assert!(stranger.unwrap_err().to_string().contains("among them"));
     });
 }
+
+/// Pieces are cut wherever the budget ends.
+#[test]
+fn a_sum_within_a_budget_is_exact() {
+    let len = 50_011;
+    run(3, Carriers::Tcp, move |group| {
+        group.set_bandwidth_budget(Some("40mbit".parse().unwrap())).unwrap();
+        for _ in 0..3 {
+            let mut x = values(group.rank().into(), len);
+            act(group, Request::AllReduce { tensor: tensor(&mut x), op: ReduceOp::Sum }).unwrap();
+            let sum = |i| (0..3).map(|rank| value(rank, i)).sum::<i64>() as f32;
+            assert!(x.iter().enumerate().all(|(i, &x)| x == sum(i)));
+        }
+    });
+}

@@ -2,8 +2,10 @@
 
 ``poseidon.torch`` is the plug-in for PyTorch. This module has what every framework shares: the
 session and the exceptions, which carry the facts (``node``, ``layer``, ``chunk``, ``clock``) as
-attributes where there are any.
+attributes where there are any. ``set_bandwidth_budget`` changes what this process may send.
 """
+
+from poseidon._budget import set_bandwidth_budget
 
 __all__ = [
     "AbortedError",
@@ -16,6 +18,7 @@ __all__ = [
     "TimeoutError",
     "UsageError",
     "__version__",
+    "set_bandwidth_budget",
 ]
 
 TYPE_CHECKING = False

@@ -12,7 +12,7 @@ use crate::supervise::{self, Options};
 use anyhow::{Context, ensure};
 use clap::ValueEnum;
 use poseidon::config::{Carriers, LinkRate, Member};
-use poseidon::{ChunkSize, Config, Optimizer, Reduction, Scheme, Servers};
+use poseidon::{ChunkSize, Config, Limit, Optimizer, Reduction, Scheme, Servers};
 use std::io::{BufRead, Write};
 use std::process::{Command, ExitCode};
 use std::time::Duration;
@@ -81,6 +81,11 @@ pub(crate) struct Args {
     /// [default: auto, or POSEIDON_LINK_RATE].
     #[arg(long, value_name = "RATE|auto|unknown")]
     link_rate: Option<LinkRate>,
+
+    /// What each node may send to other hosts, such as 400mbit; 'none' is no limit
+    /// [default: none, or POSEIDON_BANDWIDTH_BUDGET].
+    #[arg(long, value_name = "RATE|none")]
+    bandwidth_budget: Option<Limit>,
 
     /// Print one JSON object and nothing else.
     #[arg(long)]
@@ -207,6 +212,7 @@ fn start_workers(args: &Args) -> anyhow::Result<Result<Vec<Vec<Report>>, ExitCod
         workers: args.workers,
         servers: args.servers,
         lanes: args.lanes,
+        budget: args.bandwidth_budget,
         address: [127, 0, 0, 1].into(),
     })?;
     let command = || {
@@ -270,6 +276,8 @@ impl Args {
     fn config(&self) -> anyhow::Result<Config> {
         let mut config = Config::from_env()?;
         config.link_rate = self.link_rate.unwrap_or(config.link_rate);
+        config.bandwidth_budget =
+            self.bandwidth_budget.map_or(config.bandwidth_budget, |limit| limit.0);
         if self.in_cluster {
             config.carrier = self.link;
             config.servers = self.servers;

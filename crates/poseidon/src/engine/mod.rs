@@ -7,6 +7,7 @@
 //! * `channel`: what the engine asks of sessions and groups. `driver`: which thread drives it.
 //!   `sharing`: how that thread shares its core.
 //! * `peer`: one link. `outbox`: what is sent next on it. `traffic`: what is counted.
+//!   `budgeted`: sending within a budget.
 
 pub(crate) mod channel;
 pub(crate) mod driver;
@@ -14,6 +15,7 @@ pub(crate) mod outbox;
 pub(crate) mod sharing;
 pub(crate) mod traffic;
 
+mod budgeted;
 mod peer;
 
 #[cfg(test)]
@@ -25,9 +27,10 @@ use outbox::{Message, Payload};
 use peer::Peer;
 use poseidon_core::queue::urgency;
 use poseidon_core::wire::{Header, Kind, MAX_ABORT};
-use poseidon_core::{ChannelId, LayerId, NodeId};
+use poseidon_core::{Allowance, Budget, ChannelId, LayerId, NodeId};
 use poseidon_link::Link;
 use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
 use std::time::Duration;
 
 /// One lane's links, by the node at the other end.
@@ -46,6 +49,10 @@ pub(crate) struct Engine {
     next_tick: Duration,
     /// The index of the peer that is written to first, next time.
     turn: usize,
+    /// What this lane may send to other hosts.
+    allowance: Allowance,
+    /// As `turn`, of the peers on other hosts while there is a budget.
+    budget_turn: usize,
     /// Something has happened that programs may wait for.
     progressed: bool,
     /// A program has just told a channel to do something.
@@ -122,10 +129,17 @@ impl Engine {
             // Every node starts with the node after itself, so that no node is flooded by all the
             // others.
             turn: me.index() + 1,
+            allowance: Allowance::new(Arc::new(Budget::new(None, 1))),
+            budget_turn: me.index() + 1,
             progressed: false,
             commanded: false,
             closing: None,
         }
+    }
+
+    /// The engine keeps to `budget`, which it shares with the other lanes of its node.
+    pub(crate) fn within(self, budget: Arc<Budget>) -> Self {
+        Self { allowance: Allowance::new(budget), ..self }
     }
 
     /// Adds a channel. Frames of it may have come already.
@@ -216,7 +230,7 @@ impl Engine {
             peer.read(&mut self.channels, &mut self.scratch, now);
         }
         let polled = self.poll(now);
-        self.write_burst(now);
+        let held = self.write_burst(now);
         if now >= self.next_tick {
             self.next_tick = now + TICK.min(self.silence / 4);
             self.tick(now);
@@ -225,12 +239,15 @@ impl Engine {
         let failed = self.close_failed();
         // A channel that is closed may have left room for frames that had to wait.
         let moved = (polled.reconsider || failed) && self.reconsider(now);
-        let ready = |peer: &Peer| peer.may_read() || peer.may_write();
+        // A link that the budget holds back is not ready before its time.
+        let may_write = |peer: &Peer| peer.may_write() && !(held.is_some() && peer.is_budgeted());
+        let ready = |peer: &Peer| peer.may_read() || may_write(peer);
         let due = std::mem::take(&mut self.channels.due);
         if polled.busy || due || failed || moved || self.peers.iter().flatten().any(ready) {
             return Next::Again;
         }
-        Next::Sleep(polled.wake.map_or(self.next_tick, |wake| wake.min(self.next_tick)))
+        let wake = polled.wake.into_iter().chain(held).min();
+        Next::Sleep(wake.map_or(self.next_tick, |wake| wake.min(self.next_tick)))
     }
 
     /// The node leaves: it says goodbye on every link. Channels that are still open are dropped.
@@ -291,18 +308,25 @@ impl Engine {
 
     /// Writes to the peers in turn until a burst is out. The rest is written in the next turn,
     /// after reading: so what is on its way between two nodes of one host stays in the cache.
-    fn write_burst(&mut self, now: Duration) {
+    /// Returns when the budget has room again, if it holds something back.
+    fn write_burst(&mut self, now: Duration) -> Option<Duration> {
+        let limited = self.allowance.is_limited();
+        let held = if limited { self.write_within_budget(now) } else { None };
         let nodes = self.peers.len();
         let mut left = BURST;
         let first = self.turn;
         for node in (0..nodes).map(|i| (first + i) % nodes) {
             let Some(peer) = &mut self.peers[node] else { continue };
-            left = left.saturating_sub(peer.write(&mut self.channels, now));
+            if limited && peer.is_budgeted() {
+                continue;
+            }
+            left = left.saturating_sub(peer.write(&mut self.channels, usize::MAX, now));
             if left == 0 {
                 self.turn = node + 1;
                 break;
             }
         }
+        held
     }
 
     /// What has to be looked at from time to time: silence, heartbeats, and what the channels await.
@@ -408,7 +432,11 @@ impl Engine {
         for slot in &mut self.peers {
             let Some(peer) = slot else { continue };
             let is_gone = peer.gone.is_some();
-            peer.write(&mut self.channels, now);
+            // What is left is last words, a goodbye, and the rest of a frame. It is not held back.
+            let wrote = peer.write(&mut self.channels, usize::MAX, now);
+            if peer.is_budgeted() {
+                self.allowance.handle_sent(wrote);
+            }
             let said = is_gone || !peer.has_unsent();
             if said && (is_gone || peer.keeps_what_was_written() || peer.drain(&mut self.scratch)) {
                 let _ = peer.link().finish();

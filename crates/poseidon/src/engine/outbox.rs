@@ -54,12 +54,20 @@ pub(super) struct Frame {
     pub(super) payload: Payload,
     /// The message's receipt, if this is its last frame.
     pub(super) receipt: Option<u64>,
+    /// No budget holds it back.
+    urgent: bool,
 }
 
 impl Message {
     /// A message of one frame.
     pub(crate) fn new(header: Header, payload: Payload, urgency: u64, receipt: u64) -> Self {
         Self { header, payload, urgency, receipt, piece: usize::MAX }
+    }
+
+    /// Whether no budget holds it back: it is short, and without it somebody would wait in vain, or
+    /// take this node for dead.
+    fn is_urgent(&self) -> bool {
+        matches!(self.header.kind, Kind::Heartbeat | Kind::Bye | Kind::Abort)
     }
 
     /// The next frame, and whether it is the last.
@@ -81,7 +89,8 @@ impl Message {
             matches!(self.header.kind, Kind::Push | Kind::Update | Kind::Init | Kind::Factors);
         let layer = layer.then_some(self.header.chunk.layer.0);
         let receipt = last.then_some(self.receipt);
-        (Frame { header, channel: self.header.channel, layer, payload, receipt }, last)
+        let urgent = self.is_urgent();
+        (Frame { header, channel: self.header.channel, layer, payload, receipt, urgent }, last)
     }
 }
 
@@ -131,20 +140,33 @@ impl Outbox {
     }
 
     /// Hands the next frames to `write`, once, and passes each frame the link has taken whole to
-    /// `sent`. Returns the bytes taken and whether the link took all it was offered.
+    /// `sent`. Offers no more than `most` bytes, except of urgent frames that come first. Returns
+    /// the bytes taken and whether the link took all it was offered.
     pub(super) fn write(
         &mut self,
+        most: usize,
         write: impl FnOnce(&[IoSlice<'_>]) -> io::Result<usize>,
         mut sent: impl FnMut(Frame),
     ) -> io::Result<(usize, bool)> {
         if self.batch.is_empty() {
             let mut bytes = 0;
             while bytes < BATCH_BYTES && self.batch.len() < BATCH_FRAMES {
-                let Some(next) = self.waiting.take_next(Message::next_frame) else { break };
+                // What there is no room for stays in the queue, where more urgent messages overtake
+                // it.
+                let take = |message: &mut Message| match bytes < most || message.is_urgent() {
+                    true => {
+                        let (frame, last) = message.next_frame();
+                        (Some(frame), last)
+                    }
+                    false => (None, false),
+                };
+                let Some(next) = self.waiting.take_next(take).flatten() else { break };
                 bytes += next.len();
                 self.batch.push_back(next);
             }
         }
+        let urgent = self.batch.iter().take_while(|frame| frame.urgent).map(Frame::len);
+        let most = most.max(urgent.sum::<usize>().saturating_sub(self.written));
         let mut slices = [IoSlice::new(&[]); 2 * BATCH_FRAMES];
         let mut count = 0;
         let mut offered = 0;
@@ -153,6 +175,7 @@ impl Outbox {
             for part in [&frame.header[..], frame.payload.bytes()] {
                 let rest = &part[skip.min(part.len())..];
                 skip -= part.len() - rest.len();
+                let rest = &rest[..rest.len().min(most - offered)];
                 if !rest.is_empty() {
                     slices[count] = IoSlice::new(rest);
                     offered += rest.len();
@@ -160,7 +183,7 @@ impl Outbox {
                 }
             }
         }
-        let taken = write(&slices[..count])?;
+        let taken = if count == 0 { 0 } else { write(&slices[..count])? };
         self.written += taken;
         while let Some(first) = self.batch.front()
             && self.written >= first.len()
@@ -234,7 +257,7 @@ mod tests {
             out.extend_from_slice(&all[..n]);
             Ok(n)
         };
-        outbox.write(take, |_| {}).unwrap();
+        outbox.write(usize::MAX, take, |_| {}).unwrap();
     }
 
     fn headers(mut bytes: &[u8]) -> Vec<(u32, u32)> {
@@ -293,7 +316,7 @@ mod tests {
             out.extend(slices.iter().flat_map(|s| s.to_vec()));
             Ok(out.len())
         };
-        outbox.write(take, |frame| receipts.push(frame.receipt)).unwrap();
+        outbox.write(usize::MAX, take, |frame| receipts.push(frame.receipt)).unwrap();
         assert_eq!(headers(&out), [(0, 0), (0, 1), (0, 2)]);
         assert_eq!(receipts, [None, None, Some(5)]);
     }
@@ -310,5 +333,42 @@ mod tests {
         outbox.let_go(ChannelId(0));
         out.extend(drain(&mut outbox, usize::MAX));
         assert_eq!(headers(&out), [(0, 0), (1, 0), (1, 1)]);
+    }
+    /// Writes what fits into `most` bytes, and returns it.
+    fn write_most(outbox: &mut Outbox, most: usize) -> Vec<u8> {
+        let mut out = Vec::new();
+        let take = |slices: &[IoSlice<'_>]| {
+            out.extend(slices.iter().flat_map(|s| s.to_vec()));
+            Ok(out.len())
+        };
+        outbox.write(most, take, |_| {}).unwrap();
+        out
+    }
+
+    #[test]
+    fn no_more_is_offered_than_there_is_room_for() {
+        let mut outbox = Outbox::default();
+        (0..3).for_each(|index| push(&mut outbox, 1, index, &[1.0; 8]));
+        let frame = Header::SIZE + 32;
+        let mut out = write_most(&mut outbox, frame + 5);
+        assert_eq!(out.len(), frame + 5);
+        assert!(write_most(&mut outbox, 0).is_empty());
+        // What was not begun is overtaken.
+        push(&mut outbox, 0, 7, &[1.0; 8]);
+        while !outbox.is_empty() {
+            out.extend(write_most(&mut outbox, 11));
+        }
+        assert_eq!(headers(&out), [(1, 0), (1, 1), (0, 7), (1, 2)]);
+    }
+
+    #[test]
+    fn a_heartbeat_last_words_and_a_goodbye_need_no_room() {
+        for kind in [Kind::Heartbeat, Kind::Abort, Kind::Bye] {
+            let mut outbox = Outbox::default();
+            outbox.push(Message::new(Header::bare(kind, NodeId(0), 0), Payload::None, 0, 0));
+            push(&mut outbox, 1, 0, &[1.0; 8]);
+            assert_eq!(write_most(&mut outbox, 0).len(), Header::SIZE);
+            assert!(write_most(&mut outbox, 0).is_empty());
+        }
     }
 }

@@ -146,7 +146,15 @@ impl Peer {
     /// frames at all times. A group's frames may have to wait there until its program begins the same
     /// operation, and operations have their own deadlines.
     pub(super) fn is_refused(&self) -> bool {
-        self.outbox.next_is_about_a_layer()
+        !self.writable && self.outbox.next_is_about_a_layer()
+    }
+
+    /// Whether what is sent counts for the node's budget: it leaves the host, as far as is known.
+    pub(super) fn is_budgeted(&self) -> bool {
+        match self.link.carrier() {
+            Carrier::Tcp | Carrier::Memory => true,
+            Carrier::Unix | Carrier::Shared => false,
+        }
     }
 
     pub(super) fn may_write(&self) -> bool {
@@ -189,13 +197,15 @@ impl Peer {
         self.aside_bytes = self.aside.iter().map(|(_, b)| Header::SIZE + b.len()).sum();
     }
 
-    /// Writes the next frames, as many as go together. Returns the bytes the link has taken.
-    pub(super) fn write(&mut self, channels: &mut Channels, now: Duration) -> usize {
+    /// Writes the next frames, as many as go together, and no more than `most` bytes unless they
+    /// cannot wait. Returns the bytes the link has taken.
+    pub(super) fn write(&mut self, channels: &mut Channels, most: usize, now: Duration) -> usize {
         if !self.may_write() {
             return 0;
         }
         let link = &mut self.link;
         let wrote = self.outbox.write(
+            most,
             |slices| link.write(slices),
             |frame| {
                 let bytes = frame.len();
@@ -204,7 +214,10 @@ impl Peer {
         );
         match wrote {
             Ok((bytes, all)) => {
-                self.spoke = now;
+                // The budget may have let nothing out.
+                if bytes > 0 {
+                    self.spoke = now;
+                }
                 self.moved += bytes as u64;
                 self.writable = all;
                 bytes

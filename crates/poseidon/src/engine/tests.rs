@@ -296,3 +296,109 @@ fn a_node_that_is_given_up_hears_the_end_of_the_connection() {
     let read = one.read(&mut [IoSliceMut::new(&mut [0; 1000])]);
     assert_eq!(read.map_err(|e| e.kind()), Ok(0));
 }
+
+/// A node with much to send to two others.
+struct Flood {
+    engine: Engine,
+    clock: VirtualClock,
+    far: [MemoryLink; 2],
+    /// What has come out: when, at which end, and how many bytes.
+    seen: Vec<(Duration, usize, usize)>,
+}
+
+impl Flood {
+    fn new(budget: &Arc<Budget>) -> Self {
+        let clock = VirtualClock::new();
+        let (one, far_one) = pair(clock.clone(), Shape::default());
+        let (two, far_two) = pair(clock.clone(), Shape { seed: 7, ..Shape::default() });
+        let links: Links = vec![(NodeId(1), Box::new(one)), (NodeId(2), Box::new(two))];
+        let mut engine =
+            Engine::new(NodeId(0), 3, links, SILENCE, Duration::ZERO).within(budget.clone());
+        let payload: Arc<[f32]> = vec![0.0; 16 << 10].into();
+        for peer in engine.peers.iter_mut().flatten() {
+            for _ in 0..200 {
+                let header = data(0, 1, 1, size_of_val(&*payload));
+                peer.send(message(header, Payload::Shared(payload.clone())));
+            }
+        }
+        Self { engine, clock, far: [far_one, far_two], seen: Vec::new() }
+    }
+
+    fn run(&mut self, until: Duration) {
+        let mut room = vec![0; 1 << 20];
+        while self.clock.now() < until {
+            let now = self.clock.now();
+            let mut wake = now;
+            for turns in 0.. {
+                assert!(turns < 1000, "the engine spins");
+                [1, 2].iter().for_each(|&n| self.engine.handle_ready(NodeId(n), true, true, false));
+                let before = self.engine.moved();
+                match self.engine.turn(now) {
+                    Next::Sleep(at) if self.engine.moved() == before => {
+                        wake = at;
+                        break;
+                    }
+                    next => assert_ne!(next, Next::Stop),
+                }
+                for (end, far) in self.far.iter_mut().enumerate() {
+                    while let Ok(bytes) = far.read(&mut [IoSliceMut::new(&mut room)]) {
+                        self.seen.push((now, end, bytes));
+                    }
+                }
+            }
+            assert!(wake > now, "an engine that has nothing to do until now spins");
+            self.clock.advance(wake - now);
+        }
+    }
+
+    /// Bytes that came out at either end in a time.
+    fn sent(&self, times: std::ops::Range<Duration>) -> [f64; 2] {
+        let of = |end: usize| {
+            let seen = self.seen.iter().filter(|(at, of, _)| *of == end && times.contains(at));
+            seen.map(|(_, _, bytes)| *bytes as f64).sum()
+        };
+        [of(0), of(1)]
+    }
+}
+
+#[test]
+fn a_budget_is_kept_over_any_second_and_peers_have_equal_parts() {
+    let second = Duration::from_secs(1);
+    let (wide, narrow) = ("40mbit".parse().ok(), "8mbit".parse().ok());
+    let budget = Arc::new(Budget::new(wide, 1));
+    let mut flood = Flood::new(&budget);
+    flood.run(2 * second);
+    let changed = flood.clock.now();
+    budget.set_rate(narrow, changed);
+    flood.run(4 * second);
+    for (rate, begin, end) in [(5e6, Duration::ZERO, changed), (1e6, changed, flood.clock.now())] {
+        // Payload of full packets.
+        let share = rate * 1448.0 / 1514.0;
+        let begins = flood.seen.iter().map(|(at, ..)| *at);
+        let mut seconds = 0;
+        for begin in begins.filter(|at| (begin..=end - second).contains(at)) {
+            let [one, two] = flood.sent(begin..begin + second);
+            let part = (one + two) / share;
+            assert!((0.97..=1.03).contains(&part), "{part} of the budget from {begin:?} on");
+            assert!((0.9..1.1).contains(&(one / two)), "{one} bytes and {two} bytes");
+            seconds += 1;
+        }
+        assert!(seconds > 10);
+    }
+    // Nothing waits for a budget that is lifted.
+    budget.set_rate(None, flood.clock.now());
+    let now = flood.clock.now();
+    flood.run(now + Duration::from_nanos(1));
+    assert!(!flood.engine.peers.iter().flatten().any(Peer::has_unsent));
+}
+
+/// Others would take it for dead.
+#[test]
+fn a_heartbeat_goes_out_though_the_budget_is_spent() {
+    let budget = Arc::new(Budget::new("10kbit".parse().ok(), 1));
+    let mut flood = Flood::new(&budget);
+    flood.engine.peers[2].as_mut().unwrap().discard(|_, _, _| {});
+    flood.run(Duration::from_secs(10));
+    let [_, beats] = flood.sent(Duration::ZERO..Duration::from_secs(10));
+    assert!(beats >= 3.0 * Header::SIZE as f64, "{beats} bytes of heartbeats");
+}

@@ -5,7 +5,8 @@
 use crate::Error;
 pub use crate::job::link_rate::LinkRate;
 use crate::job::link_rate::{cores, default_lanes};
-use poseidon_core::{NodeId, Servers};
+use poseidon_core::budget::Limit;
+use poseidon_core::{NodeId, Rate, Servers};
 use poseidon_link::{Credentials, Secret};
 use sha2::{Digest, Sha256};
 use std::fmt;
@@ -30,6 +31,8 @@ pub struct Config {
     pub lanes_by_rate: bool,
     /// What this node's port carries, or how that is to be found out.
     pub link_rate: LinkRate,
+    /// What this node may send to other hosts at first. `None` is no limit.
+    pub bandwidth_budget: Option<Rate>,
     /// The name of the host that this node counts as on; `None`: the machine's own. Nodes of one host
     /// share memory and contribute together.
     pub host: Option<String>,
@@ -92,6 +95,7 @@ impl Config {
     /// | `POSEIDON_SERVER` | this process is the dedicated server of this index |
     /// | `POSEIDON_LANES` | threads per node (default: half the cores, or this process's share of them; at least 2 if there are two cores, at most 8; in a job of several hosts no more than the slowest port needs) |
     /// | `POSEIDON_LINK_RATE` | what this node's port carries, such as `10gbit`; `auto` (default): it is measured in a job of several hosts; `unknown`: it counts as any other |
+    /// | `POSEIDON_BANDWIDTH_BUDGET` | what this node may send to other hosts, such as `400mbit`; `none` (default): no limit |
     /// | `POSEIDON_HOST` | the name of the host that this node counts as on (default: the machine's own); nodes of one host share memory and contribute together, so containers that cannot share memory need names of their own |
     /// | `POSEIDON_RACK` | the name of this node's rack: one stream for each chunk leaves a rack; default: the switches of `SLURM_TOPOLOGY_ADDR`, where Slurm knows them |
     /// | `POSEIDON_SECRET`, `POSEIDON_SECRET_FILE` | the cluster secret; default: a file made in the user's configuration folder |
@@ -127,6 +131,7 @@ impl Config {
             lanes,
             lanes_by_rate,
             link_rate: env.parse("POSEIDON_LINK_RATE")?.unwrap_or(LinkRate::Measured),
+            bandwidth_budget: env.parse("POSEIDON_BANDWIDTH_BUDGET")?.and_then(|Limit(rate)| rate),
             host: env.0("POSEIDON_HOST").filter(|name| !name.is_empty()),
             rack: env.rack(),
             serves_coordinator: member == Member::Worker(0) && !served,
@@ -145,7 +150,8 @@ impl Config {
     }
 
     /// Rank `rank` of a [`Group`](crate::Group) of `size`, whose coordinator is at `coordinator`. Of the environment
-    /// only `POSEIDON_ADDRESS`, `POSEIDON_LINK`, `POSEIDON_CONNECT_TIMEOUT` and `POSEIDON_SILENCE` count.
+    /// only `POSEIDON_ADDRESS`, `POSEIDON_LINK`, `POSEIDON_BANDWIDTH_BUDGET`, `POSEIDON_CONNECT_TIMEOUT` and
+    /// `POSEIDON_SILENCE` count.
     pub fn for_group(
         rank: u16,
         size: u16,
@@ -160,6 +166,7 @@ impl Config {
             workers: size,
             lanes: 1,
             lanes_by_rate: false,
+            bandwidth_budget: env.parse("POSEIDON_BANDWIDTH_BUDGET")?.and_then(|Limit(rate)| rate),
             coordinator: coordinator.into(),
             serves_coordinator: false,
             address: wanted_address(),
@@ -186,6 +193,7 @@ impl Config {
             lanes: default_lanes(cores(), 1, 1).0,
             lanes_by_rate: false,
             link_rate: LinkRate::Unknown,
+            bandwidth_budget: None,
             host: None,
             rack: None,
             coordinator: "127.0.0.1:0".into(),

@@ -5,7 +5,7 @@ use crate::job::gather::Post;
 use crate::job::link_rate::{LinkRate, Measured};
 use crate::job::open::Opening;
 use poseidon_core::wire::{Header, HeaderError, Kind, MAX_CONTROL, NOBODY};
-use poseidon_core::{ChannelId, NodeId, Servers};
+use poseidon_core::{ChannelId, NodeId, Rate, Servers};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use std::io::{self, Read, Write};
@@ -54,6 +54,11 @@ pub(crate) enum Message {
         why: String,
     },
     Stopping,
+    /// What this node, or every node, may send to other hosts from now on.
+    Budget {
+        rate: Option<Rate>,
+        node: Option<NodeId>,
+    },
 }
 
 impl Message {
@@ -77,6 +82,7 @@ impl Message {
             Self::Leave { .. } => "leave",
             Self::Lost { .. } => "lost",
             Self::Stopping => "stopping",
+            Self::Budget { .. } => "budget",
         }
     }
 }

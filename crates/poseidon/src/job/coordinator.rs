@@ -13,7 +13,7 @@ use crate::job::open::{Opening, Openings};
 use crate::job::rounds::Rounds;
 use crate::{Error, RendezvousError};
 use poseidon_core::wire::{Hello, NOBODY, Purpose, Status};
-use poseidon_core::{Cluster, JobId, NodeId};
+use poseidon_core::{Cluster, JobId, NodeId, Rate};
 use poseidon_link::descriptors::{self, Need};
 use poseidon_link::{
     Address, Caller, Credentials, Half, Listener, Serving, Stream, connect, random_bytes,
@@ -137,14 +137,40 @@ pub fn query(
     key: &str,
     patience: Duration,
 ) -> Result<Option<Value>, Error> {
+    ask(address, credentials, &Message::Query { key: key.into() }, patience)
+}
+
+/// Has the coordinator at `address` tell `node`, or every node, what it may send to other hosts from
+/// now on. `None` is no limit. Returns the nodes that were told. A node that has left the job is not
+/// among them.
+pub fn set_bandwidth_budget(
+    address: &str,
+    credentials: &Credentials,
+    rate: Option<Rate>,
+    node: Option<NodeId>,
+    patience: Duration,
+) -> Result<Vec<NodeId>, Error> {
+    let told = ask(address, credentials, &Message::Budget { rate, node }, patience)?;
+    serde_json::from_value(told.unwrap_or_default()).map_err(|e| {
+        let why = format!("expected the nodes that were told: {e}");
+        RendezvousError::Broken { address: address.into(), why }.into()
+    })
+}
+
+/// Says one thing to the coordinator at `address` and waits for its answer.
+fn ask(
+    address: &str,
+    credentials: &Credentials,
+    message: &Message,
+    patience: Duration,
+) -> Result<Option<Value>, Error> {
     let deadline = Instant::now() + patience;
     let caller = Caller::control(NOBODY);
     let mut stream = connect(&Address::Tcp(address.into()), caller, credentials, deadline)
         .map_err(|e| Error::connect(format!("reaching the coordinator at {address}"), e))?;
     stream.set_deadline(Some(deadline));
-    let question = Body::new(&Message::Query { key: key.into() });
-    let heard = question.and_then(|question| {
-        question.write(None, &mut stream)?;
+    let heard = Body::new(message).and_then(|body| {
+        body.write(None, &mut stream)?;
         receive(&mut stream)
     });
     let address = address.to_string();
@@ -354,8 +380,9 @@ impl State {
                 replies.extend(self.forget(left));
                 replies
             }
+            Message::Budget { rate, node } => self.tell_budget(asker, rate, node),
             other => {
-                let expected = "expected join, measured, query, gather, open or leave";
+                let expected = "expected join, measured, query, gather, open, leave or budget";
                 vec![Reply::refusal(asker, format!("{expected}, got {}", other.name()))]
             }
         }
@@ -373,6 +400,30 @@ impl State {
             Ok(cluster) => self.openings.post(&cluster, asker, opening, now),
             Err(reason) => vec![Reply::refusal(asker, reason)],
         }
+    }
+
+    /// Tells `node`, or every node, its new budget.
+    fn tell_budget(&self, asker: Asker, rate: Option<Rate>, node: Option<NodeId>) -> Vec<Reply> {
+        let Some(book) = self.joining.book() else {
+            return vec![Reply::refusal(asker, "the job has not started".into())];
+        };
+        let nodes = book.cluster.nodes();
+        if let Some(node) = node.filter(|node| node.index() >= nodes) {
+            let reason = format!("there is no node {node}: expected less than {nodes}");
+            return vec![Reply::refusal(asker, reason)];
+        }
+        let meant = |id: &NodeId| node.is_none_or(|node| node == *id);
+        let connected = |id: NodeId| {
+            let connection = self.joining.connection_of(id)?;
+            self.connections.contains_key(&connection).then_some((id, connection))
+        };
+        let told: Vec<_> = book.cluster.node_ids().filter(meant).filter_map(connected).collect();
+        let askers = told.iter().map(|&(_, connection)| Asker { connection, request: None });
+        let mut replies = Reply::to_all(askers, &Message::Budget { rate, node });
+        let ids: Vec<NodeId> = told.iter().map(|(id, _)| *id).collect();
+        let value = Some(serde_json::json!(ids));
+        replies.push(Reply::new(asker, &Message::Answer { value }));
+        replies
     }
 
     /// The job's cluster, if the job has started and the connection of `asker` is not another

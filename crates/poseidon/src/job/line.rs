@@ -84,7 +84,14 @@ struct State {
     gone: Option<Gone>,
     /// Whether this node has said goodbye itself.
     left: bool,
+    /// What the coordinator has told of this node's budget, until somebody listens. Written by the
+    /// reading thread.
+    budget: Option<Option<Rate>>,
+    budget_listener: Option<BudgetListener>,
 }
+
+/// What changes the node's budget.
+type BudgetListener = Box<dyn Fn(Option<Rate>) + Send>;
 
 #[derive(Clone, Debug)]
 enum Gone {
@@ -231,6 +238,16 @@ impl ControlLine {
         self.shared.lock().lost.as_ref().map(|(node, _)| *node)
     }
 
+    /// From now on `listener` is told when somebody changes this node's budget from outside. It must
+    /// not wait, and not use this line.
+    pub(crate) fn on_budget(&self, listener: impl Fn(Option<Rate>) + Send + 'static) {
+        let mut state = self.shared.lock();
+        if let Some(rate) = state.budget.take() {
+            listener(rate);
+        }
+        state.budget_listener = Some(Box::new(listener));
+    }
+
     /// Whether the coordinator is there.
     pub(crate) fn is_connected(&self) -> bool {
         self.shared.lock().gone.is_none()
@@ -374,6 +391,10 @@ impl Shared {
                     self.alarm.store(true, Ordering::Release);
                 }
                 (None, Message::Stopping) => stopping = true,
+                (None, Message::Budget { rate, .. }) => match &state.budget_listener {
+                    Some(listener) => listener(rate),
+                    None => state.budget = Some(rate),
+                },
                 (None, other) => {
                     tracing::debug!(
                         "the coordinator said {}, which nobody asked for",

@@ -13,9 +13,24 @@ pub enum LinkRate {
     /// It is measured when the job begins, if the job has several hosts and no node's rate is
     /// unknown.
     Measured,
+    /// It is measured, but the node has a budget and sends no faster than this.
+    AtMost(Rate),
     /// It is not known. The port counts as equal to the fastest one.
     #[default]
     Unknown,
+}
+
+impl LinkRate {
+    /// What a node with this budget can make of its port.
+    pub(crate) fn within(self, budget: Option<Rate>) -> Self {
+        match (self, budget) {
+            (Self::Given(rate), Some(budget)) => Self::Given(rate.min(budget)),
+            (Self::AtMost(rate), Some(budget)) => Self::AtMost(rate.min(budget)),
+            (Self::Measured, Some(budget)) => Self::AtMost(budget),
+            // It counts as equal to others in any case.
+            (Self::Unknown, Some(_)) | (_, None) => self,
+        }
+    }
 }
 
 /// A node is ready for a round, and has measured this in the one before.
@@ -53,6 +68,7 @@ impl fmt::Display for LinkRate {
         match self {
             Self::Given(rate) => rate.fmt(f),
             Self::Measured => f.write_str("auto"),
+            Self::AtMost(rate) => write!(f, "auto, at most {rate}"),
             Self::Unknown => f.write_str("unknown"),
         }
     }
@@ -123,6 +139,12 @@ mod tests {
         let given: LinkRate = "100mbit".parse().unwrap();
         assert_eq!(given.to_string(), "100 Mbit/s");
         assert_eq!(given.to_string().parse(), Ok(given));
+        let (wide, narrow) = (Rate::new(1_000_000_000), Rate::new(1_000_000).unwrap());
+        assert_eq!(given.within(wide), given);
+        assert_eq!(given.within(Some(narrow)), LinkRate::Given(narrow));
+        assert_eq!(LinkRate::Measured.within(Some(narrow)), LinkRate::AtMost(narrow));
+        assert_eq!(LinkRate::Measured.within(None), LinkRate::Measured);
+        assert_eq!(LinkRate::Unknown.within(wide), LinkRate::Unknown);
         let error = "fast".parse::<LinkRate>().unwrap_err();
         assert!(error.contains("'auto'") && error.contains("10gbit"), "{error}");
     }

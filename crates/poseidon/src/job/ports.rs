@@ -88,8 +88,9 @@ impl Claims {
     /// how fast.
     ///
     /// Of each way through a port the fastest counts, and of the two ways the slower one: layers
-    /// need both alike. A node whose rate is given has a port of its own. A port that was not
-    /// measured counts as the fastest one.
+    /// need both alike. A node whose rate is given has a port of its own, and so has a node whose
+    /// budget is smaller than its host's port. A port that was not measured counts as the fastest
+    /// one.
     pub(crate) fn settle(
         &self,
         cluster: Cluster,
@@ -100,23 +101,29 @@ impl Claims {
         let mut numbers: BTreeMap<(u16, Option<usize>), u16> = BTreeMap::new();
         let mut rates: Vec<Option<Rate>> = Vec::new();
         let mut ports = Vec::new();
+        let measured = |host: u16| {
+            let here = |end: NodeId| self.hosts.get(end.index()) == Some(&host);
+            let out = seen.iter().filter(|(from, ..)| here(*from)).map(|seen| seen.2).max();
+            let back = seen.iter().filter(|(_, to, _)| here(*to)).map(|seen| seen.2).max();
+            let rate = out.into_iter().chain(back).min().map(judge_measured)?;
+            // Lane 0 is measured, which uses one of the interfaces.
+            let first = self.hosts.iter().position(|of| *of == host)?;
+            Some(Rate::nearest(rate.bits() as f64 * f64::from(self.interfaces[first])))
+        };
         for (node, (claim, &host)) in self.rates.iter().zip(&self.hosts).enumerate() {
-            let (own, given) = match claim {
-                LinkRate::Given(rate) => (Some(node), Some(*rate)),
-                LinkRate::Measured | LinkRate::Unknown => (None, None),
+            let (own, rate) = match (claim, measured(host)) {
+                (LinkRate::Given(rate), _) => (Some(node), Some(*rate)),
+                (LinkRate::AtMost(budget), rate) if rate.is_some_and(|rate| rate > *budget) => {
+                    (Some(node), Some(*budget))
+                }
+                (LinkRate::AtMost(_) | LinkRate::Measured | LinkRate::Unknown, rate) => {
+                    (None, rate)
+                }
             };
             let next = rates.len() as u16;
             let number = *numbers.entry((host, own)).or_insert(next);
             if number == next {
-                let here = |end: NodeId| self.hosts.get(end.index()) == Some(&host);
-                let out = seen.iter().filter(|(from, ..)| here(*from)).map(|seen| seen.2).max();
-                let back = seen.iter().filter(|(_, to, _)| here(*to)).map(|seen| seen.2).max();
-                let measured = out.into_iter().chain(back).min().map(judge_measured);
-                // Lane 0 is measured, which uses one of the interfaces.
-                let all = |rate: Rate| {
-                    Rate::nearest(rate.bits() as f64 * f64::from(self.interfaces[node]))
-                };
-                rates.push(given.or(measured.map(all)));
+                rates.push(rate);
             }
             ports.push(number);
         }
@@ -266,6 +273,16 @@ mod tests {
         let claims = claims(&[Measured, Measured, given, Measured], &[0, 1, 0, 0]);
         let cluster = settled(&claims, &[(0, 1, 10_000), (1, 0, 9_000)]);
         assert_eq!(ports(&cluster), [(0, 9_000), (1, 9_000), (2, 100), (0, 9_000)]);
+    }
+
+    #[test]
+    fn a_node_with_a_budget_smaller_than_its_port_has_a_port_of_that_rate() {
+        use LinkRate::{AtMost, Measured};
+        let (narrow, wide) = (AtMost(rate(100)), AtMost(rate(2_000)));
+        let claims = claims(&[Measured, narrow, wide, Measured], &[0, 0, 1, 1]);
+        assert_eq!(claims.probers().len(), 2);
+        let cluster = settled(&claims, &[(0, 2, 940), (2, 0, 940)]);
+        assert_eq!(ports(&cluster), [(0, 940), (1, 100), (2, 940), (2, 940)]);
     }
 
     #[test]

@@ -87,7 +87,7 @@ pub(crate) fn join(config: &Config, job: Option<Job>) -> Result<Joined, Error> {
     let line = Arc::new(line.map_err(Error::io(reaching()))?);
     let (workers, servers, lanes) = (config.workers, config.servers, config.lanes);
     let (lanes_by_rate, link_rate, version) =
-        (config.lanes_by_rate, config.link_rate, BOOK_VERSION);
+        (config.lanes_by_rate, config.link_rate.within(config.bandwidth_budget), BOOK_VERSION);
     let words =
         Join { facts, workers, servers, lanes, lanes_by_rate, link_rate, book: version, job };
     let joined = line.join(words, deadline.saturating_duration_since(Instant::now()));

@@ -56,7 +56,7 @@ impl Group {
         names: Vec<String>,
         patience: Duration,
     ) -> Result<Self, Error> {
-        let node = self.node().ok_or_else(|| Error::Config("the group has no links".into()))?;
+        let node = self.linked_node()?;
         let known = |&rank: &u16| self.nodes().get(usize::from(rank)).copied();
         let nodes: Option<Vec<NodeId>> = ranks.iter().map(known).collect();
         let own = ranks.iter().position(|&rank| rank == self.rank());
@@ -82,6 +82,11 @@ impl Group {
     pub fn identity(&self) -> Option<JobId> {
         let node = self.node().filter(|node| node.line.is_connected())?;
         Some(node.book.identity)
+    }
+
+    /// The node whose links these are.
+    pub(super) fn linked_node(&self) -> Result<Arc<Node>, Error> {
+        self.node().ok_or_else(|| Error::Config("the group has no links".into()))
     }
 
     fn node(&self) -> Option<Arc<Node>> {

@@ -1,7 +1,9 @@
 //! One process of a job: its links, shared by all its sessions and groups.
 //!
-//! * `session_parts`: what one session has on all lanes. `groups`: how groups are opened.
+//! * `session_parts`: what one session has on all lanes. `groups`: how groups are opened. `budget`:
+//!   how the node's budget is changed.
 
+mod budget;
 mod groups;
 pub(crate) mod session_parts;
 
@@ -14,7 +16,8 @@ use crate::job::config::Config;
 use crate::job::coordinator::Coordinator;
 use crate::job::line::ControlLine;
 use crate::job::rendezvous::{Joined, join};
-use poseidon_core::{ChannelId, LaneId, NodeId};
+use budget::NodeBudget;
+use poseidon_core::{Budget, ChannelId, LaneId, NodeId};
 use poseidon_link::Serving;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -29,6 +32,8 @@ pub(crate) struct Node {
     pub(crate) line: Arc<ControlLine>,
     /// By lane: what drives the lane's engine.
     lanes: Vec<Arc<Driver>>,
+    /// What the lanes together may send to other hosts.
+    budget: Arc<NodeBudget>,
     /// What turns strangers away, and the coordinator if this process serves it.
     listeners: Option<(Serving, Option<Coordinator>)>,
 }
@@ -49,15 +54,20 @@ impl Node {
         let (cores, crowded) = (cores_to_share(config, &book), is_crowded(config, &book));
         let mut lanes = Vec::new();
         let epoch = Instant::now();
+        let budget = Arc::new(Budget::new(config.bandwidth_budget, links.len()));
         for (lane, links) in links.into_iter().enumerate() {
-            let engine = Engine::new(me, nodes, links, config.silence, epoch.elapsed());
+            let engine = Engine::new(me, nodes, links, config.silence, epoch.elapsed())
+                .within(budget.clone());
             let core = cores.get(lane % cores.len().max(1)).copied();
             let name = book.cluster.name(me);
             lanes.push(Driver::start(engine, epoch, name, core, crowded)?);
         }
+        let budget = Arc::new(NodeBudget { budget, epoch, lanes: lanes.clone() });
+        let told = budget.clone();
+        line.on_budget(move |rate| told.set(rate));
         let config = config.clone();
         let listeners = Some((serving, coordinator.or(own)));
-        Ok(Arc::new(Self { me, config, book, line, lanes, listeners }))
+        Ok(Arc::new(Self { me, config, book, line, lanes, budget, listeners }))
     }
 
     /// What drives `lane`.

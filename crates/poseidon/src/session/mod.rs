@@ -4,6 +4,7 @@ pub(crate) mod layers;
 pub(crate) mod rebuild;
 pub(crate) mod rule_state;
 
+mod budget;
 mod gather;
 mod replan;
 mod sibling;
