@@ -9,6 +9,7 @@ mod finding;
 mod links;
 mod measurement;
 mod plot;
+mod ratio;
 mod record;
 mod scale;
 mod size;

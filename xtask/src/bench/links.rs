@@ -6,11 +6,10 @@
 //!
 //! * `grid`: the cases, and the rules by which some are left out.
 //! * `contender`: processes that are asked for turns, and busy threads beside them.
-//! * `ratio`: a median and its interval. `summary`: what all cases show together.
+//! * `summary`: what all cases show together.
 
 mod contender;
 mod grid;
-mod ratio;
 mod summary;
 
 use super::cluster::{self, Cluster};
