@@ -1,10 +1,10 @@
 //! What all cases show, as tables.
 
-use super::contender::Turn;
 use super::grid::{Case, What};
 use crate::bench::measurement::median;
 use crate::bench::ratio::{Ratio, Verdict, WANTED};
 use crate::bench::size::Size;
+use crate::bench::turns::Turn;
 use std::fmt;
 
 /// All that was found out.
@@ -108,18 +108,6 @@ impl Measured {
             }
         }
         text
-    }
-}
-
-impl Turn {
-    /// Seconds of an iteration: the mean, because an iteration that waits for a timer counts as
-    /// much as the others.
-    fn seconds(&self) -> f64 {
-        self.measurement.seconds.mean
-    }
-
-    fn cpu(&self) -> f64 {
-        self.measurement.cpu_seconds_per_iter
     }
 }
 
@@ -278,7 +266,8 @@ mod tests {
     /// A turn whose exchanges took `ms` milliseconds of time and of CPU.
     fn turn(ms: f64, wire: f64) -> Turn {
         let case = Run { workers: 4, size: Size::mb(10) };
-        Turn { measurement: run(1, Contender::Gloo, case, ms).result.unwrap(), wire }
+        let measurement = run(1, Contender::Gloo, case, ms).result.unwrap();
+        Turn { measurement, wire, most_wire: wire }
     }
 
     fn case(size: Size) -> Case {
