@@ -32,16 +32,17 @@ pub(crate) enum Bench {
     /// Exchanges of several ranks per host beside Gloo and Open MPI; needs root
     ///
     /// Ranks of several hosts sum a buffer. A host is a network namespace, and its ranks share its
-    /// port. Poseidon takes part twice: with a layer's gradient through its shards, and with a tensor
-    /// of a group. Gloo and Open MPI do an all_reduce. Contenders take turns.
+    /// port. Poseidon takes part twice: with a layer's gradient through its shards, and with a
+    /// tensor of a group. Gloo and Open MPI do an all_reduce. Contenders take turns.
     ///
     /// The table has for every contender: the seconds of an exchange, how many times as long Gloo
     /// takes, the MB that the busiest port carried for one exchange, the part of the speed that the
-    /// port allows, and CPU seconds. A host that sends one stream has as many MB on its port as a host
-    /// with one rank.
+    /// port allows, and CPU seconds. A host that sends one stream has as many MB on its port as a
+    /// host with one rank.
     ///
-    /// It needs root and iproute2. Cases that this machine cannot carry are left out, and the summary
-    /// says why. Open MPI takes part if mpirun and mpi4py are there; nothing is installed for it.
+    /// It needs root and iproute2. Cases that this machine cannot carry are left out, and the
+    /// summary says why. Open MPI takes part if mpirun and mpi4py are there; nothing is installed
+    /// for it.
     Hosts(Box<hosts::Args>),
     /// Exchanges over rate-limited links beside Gloo, one network namespace per node; needs root
     Links(Box<links::Args>),

@@ -26,8 +26,8 @@ use switch::{Counts, LATE, Probability};
 /// Every node has a network of its own, connected to a switch by a link of --rate, each way. Nodes
 /// reach each other and nothing else; files, processors and memory are this machine's. CMD finds in
 /// its environment what torchrun would tell it (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE,
-/// MASTER_ADDR, MASTER_PORT) and a secret for the cluster (POSEIDON_SECRET), so poseidon and torch.distributed
-/// programs run as they are. Its lines are printed with its rank before them.
+/// MASTER_ADDR, MASTER_PORT) and a secret for the cluster (POSEIDON_SECRET), so poseidon and
+/// torch.distributed programs run as they are. Its lines are printed with its rank before them.
 ///
 /// When a node's command fails, the others are ended within two seconds, and the exit status is that
 /// command's. Ctrl-C is passed on; a second one kills. Nothing stays behind, not even after a crash,
@@ -100,8 +100,8 @@ pub(crate) struct Args {
     #[arg(long, value_name = "NAME", default_value = "cubic")]
     congestion: String,
 
-    /// Print a line per node at the end, on standard output: its number, bytes sent, bytes received,
-    /// headers included.
+    /// Print a line per node at the end, on standard output: its number, bytes sent, bytes
+    /// received, headers included.
     #[arg(long)]
     bytes: bool,
 

@@ -14,18 +14,19 @@ use unicode_width::UnicodeWidthStr;
 
 /// Ask a running job's coordinator for the information book: nodes, addresses, layers, the plan.
 ///
-/// KEY is a dotted path into the book (identity, epoch, cluster, nodes, job), or into what follows from
-/// it: 'plan' is how each layer is synchronised and why, 'chunks' where each chunk lives, 'ports' what
-/// the nodes' ports carry, 'tree' which nodes share a host and a rack, and what that means for sums.
-/// These four are text for people, everything else and everything below them is JSON.
+/// KEY is a dotted path into the book (identity, epoch, cluster, nodes, job), or into what follows
+/// from it: 'plan' is how each layer is synchronised and why, 'chunks' where each chunk lives,
+/// 'ports' what the nodes' ports carry, 'tree' which nodes share a host and a rack, and what that
+/// means for sums. These four are text for people, everything else and everything below them is
+/// JSON.
 ///
 /// Takes the coordinator's address and the secret from the job's environment (POSEIDON_COORDINATOR,
 /// POSEIDON_SECRET, POSEIDON_CLUSTER), unless they are given.
 #[derive(clap::Args, Debug)]
 #[command(after_help = EXAMPLES)]
 pub(crate) struct Args {
-    /// A dotted path such as job.layers.0.name, 'plan', 'chunks', 'ports' or 'tree'; without it, the
-    /// whole book.
+    /// A dotted path such as job.layers.0.name, 'plan', 'chunks', 'ports' or 'tree'; without it,
+    /// the whole book.
     #[arg(default_value = "")]
     key: String,
 

@@ -105,8 +105,9 @@ fn ranks_of_a_node_share_its_link_and_what_leaves_it_does_not_grow_with_them() {
     let counts = run.stdout.lines().filter(|line| !line.starts_with('['));
     let sent: Vec<f64> =
         counts.map(|line| line.split(' ').nth(1).unwrap().parse().unwrap()).collect();
-    // Of every chunk, one contribution crosses the links one way and one result the other way, in two
-    // iterations and the three before them. Without sums inside the node it would be half as much again.
+    // Of every chunk, one contribution crosses the links one way and one result the other way, in
+    // two iterations and the three before them. Without sums inside the node it would be half as
+    // much again.
     let payload = 5.0 * f64::from(2 << 20);
     assert_eq!(sent.len(), 2, "{run:?}");
     assert!(sent.iter().all(|sent| *sent < 1.2 * payload), "{sent:?} of {payload}: {run:?}");

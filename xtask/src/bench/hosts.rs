@@ -1,8 +1,8 @@
 //! `cargo xtask bench hosts`: exchanges of several ranks per host, beside Gloo and Open MPI.
 //!
-//! Every host is a network namespace whose port is limited both ways (`bench/vcluster.sh`). The ranks
-//! of a host share its port. All contenders are on all hosts at the same time and take turns: a round
-//! is a turn of each, and the one that begins changes with every round.
+//! Every host is a network namespace whose port is limited both ways (`bench/vcluster.sh`). The
+//! ranks of a host share its port. All contenders are on all hosts at the same time and take turns:
+//! a round is a turn of each, and the one that begins changes with every round.
 //!
 //! * `layout`: the cases, and the rules by which some are left out.
 //! * `who`: the contenders, and how they are started.
@@ -49,8 +49,8 @@ pub(crate) struct Args {
     /// Rounds per case: a turn of each contender; intervals of 95% take at least 6
     #[arg(long, default_value_t = 10, value_parser = clap::value_parser!(u64).range(1..=500))]
     rounds: u64,
-    /// Iterations of a turn, after one that is not counted [default: 0.4 s of the slowest contender's,
-    /// 20 at most]
+    /// Iterations of a turn, after one that is not counted [default: 0.4 s of the slowest
+    /// contender's, 20 at most]
     #[arg(long, value_parser = clap::value_parser!(u64).range(1..))]
     iters: Option<u64>,
     /// Begin no case after this many minutes, and say which were not reached
@@ -59,7 +59,8 @@ pub(crate) struct Args {
     /// A poseidon command to measure [default: built from this checkout]
     #[arg(long, value_name = "PATH")]
     poseidon: Option<String>,
-    /// A Python that has torch and numpy, and mpi4py for Open MPI [default: one set up in bench/.env]
+    /// A Python that has torch and numpy, and mpi4py for Open MPI [default: one set up in
+    /// bench/.env]
     #[arg(long, value_name = "PATH")]
     python: Option<String>,
     /// Where the record goes [default: bench/runs/DATE-hosts]

@@ -1,7 +1,7 @@
 //! A contender on every node of a cluster, which is asked for one turn after the other.
 //!
-//! Several contenders are on the same nodes and take turns, so whatever else the machine does befalls
-//! all of them.
+//! Several contenders are on the same nodes and take turns, so whatever else the machine does
+//! befalls all of them.
 
 use super::cluster::Cluster;
 use super::measurement::Measurement;

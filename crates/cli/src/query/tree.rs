@@ -72,8 +72,8 @@ fn ranks(numbers: impl Iterator<Item = u16>) -> String {
     words.collect::<Vec<_>>().join(", ")
 }
 
-/// The first and the last part of an identity such as `BOOT-ID-OF-A-KERNEL-NAMESPACE`: the kernel and
-/// the namespace, which are enough to tell hosts apart by eye.
+/// The first and the last part of an identity such as `BOOT-ID-OF-A-KERNEL-NAMESPACE`: the kernel
+/// and the namespace, which are enough to tell hosts apart by eye.
 fn short(identity: &str) -> String {
     let cut = |part: &str| part.chars().take(SHORT).collect::<String>();
     match (identity.split_once('-'), identity.rsplit_once('-')) {

@@ -56,8 +56,8 @@ pub struct PlannedPort {
 }
 
 /// What `book` has under a dotted path such as `job.layers.0.name` or `cluster.workers`. The empty
-/// path is the whole book. `plan`, `chunks`, `ports` and `tree` follow from the book and are computed
-/// when they are asked for. `None` if there is nothing there.
+/// path is the whole book. `plan`, `chunks`, `ports` and `tree` follow from the book and are
+/// computed when they are asked for. `None` if there is nothing there.
 pub(crate) fn query(book: &Book, key: &str) -> Option<Value> {
     let (first, rest) = key.split_once('.').unwrap_or((key, ""));
     match first {

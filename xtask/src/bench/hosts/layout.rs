@@ -48,8 +48,8 @@ impl Layout {
         words(&self.0, ",")
     }
 
-    /// Why this machine cannot show anything about exchanges of `size`, if it cannot. `sizes` are all
-    /// sizes that are held in memory together.
+    /// Why this machine cannot show anything about exchanges of `size`, if it cannot. `sizes` are
+    /// all sizes that are held in memory together.
     pub(crate) fn left_out(
         &self,
         port: Mbit,
@@ -83,9 +83,9 @@ impl Layout {
 }
 
 impl Case {
-    /// Bytes that a port carries each way for one exchange, headers included, with one rank on every
-    /// host: a host sends all but its own part of its sum, and its own part of the result to all
-    /// others. Zero with one host.
+    /// Bytes that a port carries each way for one exchange, headers included, with one rank on
+    /// every host: a host sends all but its own part of its sum, and its own part of the result to
+    /// all others. Zero with one host.
     pub(crate) fn port_bytes(&self) -> f64 {
         let hosts = self.layout.hosts() as f64;
         2.0 * (hosts - 1.0) / hosts * self.size.0 as f64 * HEADERS
