@@ -2,8 +2,10 @@
 # A cluster on one machine: network namespaces joined by a bridge, every port limited to one rate both ways.
 #   vcluster.sh up NODES RATE [--queue SIZE]
 #                                 nodes 10.77.0.1 ... on eth0; RATE and SIZE as tc writes them, such as 1gbit and 256kb
-#   vcluster.sh all COMMAND...    COMMAND on every node at once, told by RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT;
-#                                 all have this script's standard input, so one of them at most may read it
+#   vcluster.sh all COMMAND...    COMMAND on every node at once, told by RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE,
+#                                 MASTER_ADDR, MASTER_PORT; all have this script's standard input, so one of them at
+#                                 most may read it; RANKS=4 starts four on every node, RANKS=3,1,4 so many on each
+#   vcluster.sh mpi ARGUMENTS...  mpirun with these arguments on the first node, for ranks on all nodes, by RANKS as above
 #   vcluster.sh bytes             a line per node: bytes sent, bytes received, frame headers included
 #   vcluster.sh down
 # Needs root and iproute2. Only namespaces whose names begin with $PREFIX- are touched.
@@ -63,18 +65,73 @@ up() {
   for ((i = 1; i <= nodes; i++)); do add_node "$i"; done
 }
 
-all() {
-  local nodes rank status=0 pids=()
+# Sets local_ranks, the number of ranks of each node, and world, that of all of them.
+count_ranks() {
+  local nodes count i
   nodes=$(node_count)
+  IFS=, read -ra local_ranks <<<"${RANKS:-1}"
+  if ((${#local_ranks[@]} == 1)); then
+    for ((i = 1; i < nodes; i++)); do local_ranks+=("${local_ranks[0]}"); done
+  fi
+  if ((${#local_ranks[@]} != nodes)); then
+    echo "vcluster.sh: RANKS='$RANKS' is for ${#local_ranks[@]} nodes, and there are $nodes" >&2
+    exit 2
+  fi
+  world=0
+  for count in "${local_ranks[@]}"; do
+    if [[ ! $count =~ ^[1-9][0-9]*$ ]]; then
+      echo "vcluster.sh: RANKS='$RANKS': expected numbers of ranks such as 4 or 3,1,4" >&2
+      exit 2
+    fi
+    world=$((world + count))
+  done
+}
+
+all() {
+  local node local_rank rank=0 status=0 pids=()
+  count_ranks
   # Whoever ends this script ends the ranks with it.
   trap 'kill "${pids[@]}" 2>/dev/null || true; exit 143' TERM INT
-  for ((rank = 0; rank < nodes; rank++)); do
-    RANK=$rank WORLD_SIZE=$nodes MASTER_ADDR=10.77.0.1 MASTER_PORT=${MASTER_PORT:-29500} \
-      GLOO_SOCKET_IFNAME=eth0 ip netns exec "$PREFIX-node$((rank + 1))" "$@" <&0 &
-    pids+=($!)
+  for node in "${!local_ranks[@]}"; do
+    for ((local_rank = 0; local_rank < local_ranks[node]; local_rank++)); do
+      RANK=$rank WORLD_SIZE=$world LOCAL_RANK=$local_rank LOCAL_WORLD_SIZE=${local_ranks[node]} \
+        MASTER_ADDR=10.77.0.1 MASTER_PORT=${MASTER_PORT:-29500} \
+        GLOO_SOCKET_IFNAME=eth0 ip netns exec "$PREFIX-node$((node + 1))" "$@" <&0 &
+      pids+=($!)
+      rank=$((rank + 1))
+    done
   done
   for pid in "${pids[@]}"; do wait "$pid" || status=$?; done
   return $status
+}
+
+# Becomes a command on a node that has a name of its own: Open MPI tells machines apart by their names.
+become() {
+  local node=$1
+  shift
+  # shellcheck disable=SC2016  # for the inner shell
+  exec ip netns exec "$node" unshare --uts sh -c 'echo "$0" >/proc/sys/kernel/hostname && exec "$@"' "$node" "$@"
+}
+
+mpi() {
+  local node hosts='' agent
+  count_ranks
+  for node in "${!local_ranks[@]}"; do hosts+=${hosts:+,}10.77.0.$((node + 1)):${local_ranks[node]}; done
+  agent="$(realpath "$0") agent"
+  export PREFIX
+  # Open MPI 4 reads the first name of each pair, Open MPI 5 the second.
+  export OMPI_MCA_plm_rsh_agent=$agent PRTE_MCA_plm_ssh_agent=$agent
+  export OMPI_MCA_oob_tcp_if_include=eth0 PRTE_MCA_prte_if_include=eth0
+  export OMPI_MCA_btl_tcp_if_include=eth0
+  # All nodes have the same cores, so ranks of different nodes must not be bound to the same ones.
+  become "$PREFIX-node1" mpirun --allow-run-as-root --host "$hosts" -np "$world" --map-by slot --bind-to none "$@"
+}
+
+# What mpirun calls in place of ssh: a node's address, and a command for its shell.
+agent() {
+  local address=$1
+  shift
+  become "$PREFIX-node${address##*.}" sh -c "$*"
 }
 
 bytes() {
@@ -90,6 +147,6 @@ down() {
 }
 
 case ${1:-} in
-  up | all | bytes | down) "$@" ;;
-  *) sed -n '2,8s/^# \{0,1\}//p' "$0" >&2; exit 2 ;;
+  up | all | mpi | agent | bytes | down) "$@" ;;
+  *) sed -n '2,11s/^# \{0,1\}//p' "$0" >&2; exit 2 ;;
 esac

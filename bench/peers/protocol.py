@@ -1,4 +1,4 @@
-"""The protocol every contender of `cargo xtask bench exchange` and `cargo xtask bench links` follows.
+"""The protocol every contender of `cargo xtask bench exchange`, `bench links` and `bench hosts` follows.
 
 Each iteration fills the buffer, passes a barrier, and times one in-place sum over all ranks. The result is
 checked element by element outside the timed part. An iteration takes as long as its slowest rank; its CPU

@@ -6,9 +6,11 @@ mod contender;
 mod environment;
 mod exchange;
 mod finding;
+mod hosts;
 mod links;
 mod measurement;
 mod plot;
+mod ratio;
 mod record;
 mod scale;
 mod size;
@@ -16,6 +18,7 @@ mod summary;
 mod targets;
 mod torch;
 mod train;
+mod turns;
 mod weather;
 
 use anyhow::Result;
@@ -26,6 +29,21 @@ use clap::Subcommand;
 pub(crate) enum Bench {
     /// One full exchange of a gradient on this machine, beside Gloo and Open MPI
     Exchange(exchange::Args),
+    /// Exchanges of several ranks per host beside Gloo and Open MPI; needs root
+    ///
+    /// Ranks of several hosts sum a buffer. A host is a network namespace, and its ranks share its
+    /// port. Poseidon takes part twice: with a layer's gradient through its shards, and with a
+    /// tensor of a group. Gloo and Open MPI do an all_reduce. Contenders take turns.
+    ///
+    /// The table has for every contender: the seconds of an exchange, how many times as long Gloo
+    /// takes, the MB that the busiest port carried for one exchange, the part of the speed that the
+    /// port allows, and CPU seconds. A host that sends one stream has as many MB on its port as a
+    /// host with one rank.
+    ///
+    /// It needs root and iproute2. Cases that this machine cannot carry are left out, and the
+    /// summary says why. Open MPI takes part if mpirun and mpi4py are there; nothing is installed
+    /// for it.
+    Hosts(Box<hosts::Args>),
     /// Exchanges over rate-limited links beside Gloo, one network namespace per node; needs root
     Links(Box<links::Args>),
     /// Training with PyTorch, beside stock DistributedDataParallel on Gloo; parts of it need root
@@ -42,6 +60,7 @@ pub(crate) enum Bench {
 pub(crate) fn run(bench: &Bench) -> Result<()> {
     match bench {
         Bench::Exchange(args) => exchange::run(args),
+        Bench::Hosts(args) => hosts::run(args),
         Bench::Links(args) => links::run(args),
         Bench::Torch(args) => torch::run(args),
         Bench::Train(args) => train::run(args),

@@ -13,6 +13,8 @@ pub(crate) use switch::Faults;
 use crate::bandwidth::Bandwidth;
 use crate::plan::duration;
 use crate::supervise::{self, Options};
+use anyhow::bail;
+use cluster::MOST_RANKS;
 use std::ffi::OsString;
 use std::io;
 use std::process::{Command, ExitCode};
@@ -23,9 +25,9 @@ use switch::{Counts, LATE, Probability};
 ///
 /// Every node has a network of its own, connected to a switch by a link of --rate, each way. Nodes
 /// reach each other and nothing else; files, processors and memory are this machine's. CMD finds in
-/// its environment what torchrun would tell it (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR,
-/// MASTER_PORT) and a secret for the cluster (POSEIDON_SECRET), so poseidon and torch.distributed
-/// programs run as they are. Its lines are printed with its rank before them.
+/// its environment what torchrun would tell it (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE,
+/// MASTER_ADDR, MASTER_PORT) and a secret for the cluster (POSEIDON_SECRET), so poseidon and
+/// torch.distributed programs run as they are. Its lines are printed with its rank before them.
 ///
 /// When a node's command fails, the others are ended within two seconds, and the exit status is that
 /// command's. Ctrl-C is passed on; a second one kills. Nothing stays behind, not even after a crash,
@@ -46,6 +48,17 @@ pub(crate) struct Args {
     /// Machines to pretend.
     #[arg(long, short = 'n', value_name = "N", value_parser = clap::value_parser!(u16).range(1..=i64::from(MOST_NODES)))]
     nodes: u16,
+
+    /// Processes of every node, which share its link: a number for all nodes, or one for each, such
+    /// as 3,1,4.
+    #[arg(
+        long,
+        value_name = "R|R,R,…",
+        default_value = "1",
+        value_delimiter = ',',
+        value_parser = clap::value_parser!(u16).range(1..=i64::from(MOST_RANKS))
+    )]
+    ranks: Vec<u16>,
 
     /// Of every node's link, each way: 1gbit, 200mbit.
     #[arg(
@@ -87,12 +100,12 @@ pub(crate) struct Args {
     #[arg(long, value_name = "NAME", default_value = "cubic")]
     congestion: String,
 
-    /// Print a line per node at the end, on standard output: its rank, bytes sent, bytes received,
-    /// headers included.
+    /// Print a line per node at the end, on standard output: its number, bytes sent, bytes
+    /// received, headers included.
     #[arg(long)]
     bytes: bool,
 
-    /// The program each node runs, and its arguments.
+    /// The program each node runs, or each process of it, and its arguments.
     #[arg(last = true, required = true, value_name = "CMD")]
     command: Vec<OsString>,
 }
@@ -165,9 +178,10 @@ impl LabError {
 
 /// Runs the command on every node and returns when all have ended.
 pub(crate) fn run(args: Args) -> anyhow::Result<ExitCode> {
+    let ranks = ranks_by_node(args.nodes, &args.ranks)?;
     Lab::prepare()?;
     let lab = Lab::up(&LabSpec {
-        nodes: args.nodes,
+        ranks,
         rate: args.rate,
         delay: args.delay,
         congestion: args.congestion,
@@ -187,8 +201,8 @@ pub(crate) fn run(args: Args) -> anyhow::Result<ExitCode> {
     let outcome = supervise::run(lab.processes(command)?, Options::default())?;
     match lab.carried() {
         Ok(carried) if args.bytes => {
-            for (rank, Carried { sent, received }) in carried.iter().enumerate() {
-                println!("{rank} {sent} {received}");
+            for (node, Carried { sent, received }) in carried.iter().enumerate() {
+                println!("{node} {sent} {received}");
             }
         }
         Ok(carried) => tracing::info!("{}", closing_line(&carried)),
@@ -203,6 +217,15 @@ pub(crate) fn run(args: Args) -> anyhow::Result<ExitCode> {
         }
     }
     Ok(outcome.tell())
+}
+
+/// Processes of each node: one number counts for all nodes.
+fn ranks_by_node(nodes: u16, ranks: &[u16]) -> anyhow::Result<Vec<u16>> {
+    match ranks {
+        [all] => Ok(vec![*all; nodes.into()]),
+        each if each.len() == usize::from(nodes) => Ok(each.to_vec()),
+        each => bail!("--ranks has numbers for {} nodes, and --nodes is {nodes}", each.len()),
+    }
 }
 
 /// "each node sent 1.2 to 1.3 MB and received 1.2 MB, headers included".
@@ -264,6 +287,9 @@ Examples:
   How long 100 MB of gradients take on 200 Mbit/s:
     poseidon lab -n 4 -r 200mbit -- poseidon bench exchange --in-cluster --bytes 100MB
 
+  Four machines with four processes each, which share their machine's link:
+    poseidon lab -n 4 --ranks 4 -- poseidon bench exchange --in-cluster --bytes 10MB
+
   Look around on a node:
     poseidon lab -n 2 -- sh -c 'hostname; ip addr show eth0; env | grep MASTER'";
 
@@ -279,6 +305,14 @@ mod tests {
             closing_line(&carried),
             "each node sent 1.2 to 1.3 MB and received 0.0 MB, headers included"
         );
+    }
+
+    #[test]
+    fn ranks_are_of_all_nodes_or_of_each() {
+        assert_eq!(ranks_by_node(3, &[4]).unwrap(), [4, 4, 4]);
+        assert_eq!(ranks_by_node(3, &[3, 1, 4]).unwrap(), [3, 1, 4]);
+        let words = ranks_by_node(3, &[3, 1]).unwrap_err().to_string();
+        assert_eq!(words, "--ranks has numbers for 2 nodes, and --nodes is 3");
     }
 
     #[test]

@@ -1,5 +1,7 @@
 //! `poseidon query`: asks a running job's coordinator.
 
+mod tree;
+
 use crate::report::units;
 use crate::running_job::RunningJob;
 use crate::terminal::printable;
@@ -12,21 +14,23 @@ use unicode_width::UnicodeWidthStr;
 
 /// Ask a running job's coordinator for the information book: nodes, addresses, layers, the plan.
 ///
-/// KEY is a dotted path into the book (identity, epoch, cluster, nodes, job), or into what follows from
-/// it: 'plan' is how each layer is synchronised and why, 'chunks' where each chunk lives. These two are
-/// tables, everything else and everything below them is JSON.
+/// KEY is a dotted path into the book (identity, epoch, cluster, nodes, job), or into what follows
+/// from it: 'plan' is how each layer is synchronised and why, 'chunks' where each chunk lives,
+/// 'ports' what the nodes' ports carry, 'tree' which nodes share a host and a rack, and what that
+/// means for sums. These four are text for people, everything else and everything below them is
+/// JSON.
 ///
 /// Takes the coordinator's address and the secret from the job's environment (POSEIDON_COORDINATOR,
 /// POSEIDON_SECRET, POSEIDON_CLUSTER), unless they are given.
 #[derive(clap::Args, Debug)]
 #[command(after_help = EXAMPLES)]
 pub(crate) struct Args {
-    /// A dotted path such as job.layers.0.name, 'plan', 'chunks' or 'ports'; without it, the whole
-    /// book.
+    /// A dotted path such as job.layers.0.name, 'plan', 'chunks', 'ports' or 'tree'; without it,
+    /// the whole book.
     #[arg(default_value = "")]
     key: String,
 
-    /// Print 'plan', 'chunks' and 'ports' as JSON, too.
+    /// Print 'plan', 'chunks', 'ports' and 'tree' as JSON, too.
     #[arg(long)]
     json: bool,
 
@@ -50,6 +54,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<ExitCode> {
         "ports" if !args.json => {
             print!("{}", port_table(&serde_json::from_value::<Vec<_>>(answer)?))
         }
+        "tree" if !args.json => print!("{}", tree::tree_text(&serde_json::from_value(answer)?)),
         _ => println!("{answer:#}"),
     }
     Ok(ExitCode::SUCCESS)
@@ -75,7 +80,7 @@ fn what_there_is(
             let mut keys: Vec<_> = fields.keys().map(|key| printable(key)).collect();
             // A book has a plan; a job that has not started has none.
             if known.is_empty() && fields.contains_key("job") {
-                keys.extend(["plan".into(), "chunks".into(), "ports".into()]);
+                keys.extend(["plan", "chunks", "ports", "tree"].map(String::from));
             }
             format!("has {}", keys.join(", "))
         }
@@ -175,6 +180,10 @@ Examples:
     poseidon query chunks
     poseidon query chunks --json | jq 'map(select(.node == 3)) | length'
 
+  Which ranks share a host and its port? Which hosts are in which rack?
+    poseidon query tree
+    poseidon query tree --json | jq '.racks[].hosts | length'
+
   One fact, for a script: the first layer's scheme, or where node 3 listens.
     poseidon query plan.0.scheme
     poseidon query nodes.3.tcp
@@ -254,7 +263,7 @@ worker 2     1  100 Mbit/s  33.3 %
         let words = |key| what_there_is(key, ask).unwrap();
         assert_eq!(
             words("plam.0.scheme"),
-            "there is nothing under 'plam.0.scheme': the book has epoch, job, plan, chunks, ports"
+            "there is nothing under 'plam.0.scheme': the book has epoch, job, plan, chunks, ports, tree"
         );
         assert_eq!(words("job.layer.0"), "there is nothing under 'job.layer.0': 'job' has layers");
         assert_eq!(

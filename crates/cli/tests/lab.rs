@@ -81,6 +81,38 @@ fn every_node_is_told_who_it_is_and_has_one_link() {
     assert!(run.stderr.contains("each node sent"), "{run:?}");
 }
 
+/// One stream leaves a host: what its ranks contribute is added up inside it.
+#[test]
+fn ranks_of_a_node_share_its_link_and_what_leaves_it_does_not_grow_with_them() {
+    if !can_make_namespaces() {
+        return;
+    }
+    let poseidon = env!("CARGO_BIN_EXE_poseidon");
+    let script = "echo rank $RANK of $WORLD_SIZE, $LOCAL_RANK of $LOCAL_WORLD_SIZE; \
+                  exec $0 bench exchange --in-cluster --bytes 2MB --iters 2 --link-rate unknown --json";
+    let flags = ["-n", "2", "--ranks", "3,1", "--rate", "200mbit", "--bytes"];
+    let run = lab(&flags, "sh", &["-c", script, poseidon]);
+    assert_eq!(run.code, Some(0), "{run:?}");
+    assert!(run.stdout.contains(r#"[0] {"workers":4"#), "{run:?}");
+    let told: BTreeSet<_> = run.stdout.lines().filter(|line| line.contains("rank ")).collect();
+    let expected = [
+        "[0] rank 0 of 4, 0 of 3",
+        "[1] rank 1 of 4, 1 of 3",
+        "[2] rank 2 of 4, 2 of 3",
+        "[3] rank 3 of 4, 0 of 1",
+    ];
+    assert_eq!(told, BTreeSet::from(expected), "{run:?}");
+    let counts = run.stdout.lines().filter(|line| !line.starts_with('['));
+    let sent: Vec<f64> =
+        counts.map(|line| line.split(' ').nth(1).unwrap().parse().unwrap()).collect();
+    // Of every chunk, one contribution crosses the links one way and one result the other way, in
+    // two iterations and the three before them. Without sums inside the node it would be half as
+    // much again.
+    let payload = 5.0 * f64::from(2 << 20);
+    assert_eq!(sent.len(), 2, "{run:?}");
+    assert!(sent.iter().all(|sent| *sent < 1.2 * payload), "{sent:?} of {payload}: {run:?}");
+}
+
 #[test]
 fn links_are_as_long_and_as_bad_as_asked_for_and_sums_are_right() {
     if !can_make_namespaces() || !can_make_taps() {
@@ -210,6 +242,7 @@ fn what_no_cluster_has_is_refused() {
         (["--nodes", "2", "--delay", "soon"], "expected a time"),
         (["--nodes", "2", "--loss", "0.1"], "expected a percentage"),
         (["--nodes", "2", "--queue", "1kb"], "expected a size"),
+        (["--nodes", "2", "--ranks", "1,0"], "0 is not in 1..=64"),
     ];
     for (flags, words) in cases {
         let run = lab(&flags, "true", &[]);

@@ -58,6 +58,15 @@ fn a_running_job_answers_with_tables_and_json() {
     assert_eq!(says(&["chunks"]).lines().count(), chunks.len() + 1);
     let elements: u64 = chunks.iter().map(|chunk| chunk["len"].as_u64().unwrap()).sum();
     assert_eq!(elements, 1_000_100);
+    let tree = says(&["tree"]);
+    let lines: Vec<_> = tree.lines().collect();
+    assert_eq!(lines[0], "2 workers on 1 host in 1 rack: nothing leaves the host", "{tree}");
+    assert_eq!(lines[1], "rack without a name", "{tree}");
+    assert!(lines[2].starts_with("  host ") && lines[2].contains(" at 127.0.0.1"), "{tree}");
+    assert_eq!(lines[3..], ["    workers 0, 1, which are servers too"], "{tree}");
+    assert_eq!(json(&["tree", "--json"])["racks"][0]["hosts"][0]["nodes"][1]["name"], "worker 1");
+    assert_eq!(json(&["tree.racks.0.hosts.0.host"]), sessions[0].book().nodes[0].host);
+
     assert_eq!(json(&["identity"]), sessions[0].book().identity.to_string());
     assert_eq!(json(&["epoch"]), 1);
 
@@ -68,7 +77,7 @@ fn a_running_job_answers_with_tables_and_json() {
     let words = String::from_utf8(ask(&["jobs"]).stderr).unwrap();
     assert!(
         words.contains(
-            "the book has cluster, epoch, identity, job, nodes, version, plan, chunks, ports"
+            "the book has cluster, epoch, identity, job, nodes, version, plan, chunks, ports, tree"
         ),
         "{words}"
     );

@@ -46,12 +46,17 @@ impl Cluster {
     }
 
     /// A command that runs what is added to it on every node at once, each told its rank as torchrun
-    /// does.
+    /// does. `RANKS` in its environment says how many ranks a node has, if not one.
     pub(crate) fn on_every_node(&self) -> Command {
         let mut all = command(&[SCRIPT, "all"]);
         // The namespaces reach nobody else, so the secret protects nothing; nodes only have to agree.
         all.env("POSEIDON_SECRET", "bench");
         all
+    }
+
+    /// As [`on_every_node`](Self::on_every_node), by `mpirun`: what is added are its arguments.
+    pub(crate) fn by_mpirun(&self) -> Command {
+        command(&[SCRIPT, "mpi"])
     }
 }
 

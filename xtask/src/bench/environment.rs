@@ -34,7 +34,7 @@ pub(crate) fn prepare(contenders: &[Contender], python: Option<&str>) -> Result<
     Ok(Programs {
         poseidon: poseidon().display().to_string(),
         python,
-        shared_memory: if needs_mpi { shared_memory(&mpirun_version()?) } else { "vader" },
+        shared_memory: shared_memory(),
         cores: thread::available_parallelism()?.get(),
     })
 }
@@ -104,8 +104,13 @@ pub(crate) fn mpirun_version() -> Result<String> {
     Ok(text.lines().next().unwrap_or_default().to_owned())
 }
 
+/// What the Open MPI of this machine calls its shared-memory transport; any name if there is none.
+pub(crate) fn shared_memory() -> &'static str {
+    shared_memory_of(&mpirun_version().unwrap_or_default())
+}
+
 /// Open MPI 5 renamed its shared-memory transport.
-fn shared_memory(version: &str) -> &'static str {
+fn shared_memory_of(version: &str) -> &'static str {
     let number = version.split_whitespace().next_back().unwrap_or_default();
     let major = number.split('.').next().and_then(|major| major.parse().ok());
     if major.is_some_and(|major: u32| major >= 5) { "sm" } else { "vader" }
@@ -117,9 +122,9 @@ mod tests {
 
     #[test]
     fn the_shared_memory_transport_depends_on_the_version() {
-        assert_eq!(shared_memory("mpirun (Open MPI) 4.1.4"), "vader");
-        assert_eq!(shared_memory("mpirun (Open MPI) 5.0.3"), "sm");
-        assert_eq!(shared_memory("mpirun (Open MPI) 10.0.0rc1"), "sm");
-        assert_eq!(shared_memory("unheard of"), "vader");
+        assert_eq!(shared_memory_of("mpirun (Open MPI) 4.1.4"), "vader");
+        assert_eq!(shared_memory_of("mpirun (Open MPI) 5.0.3"), "sm");
+        assert_eq!(shared_memory_of("mpirun (Open MPI) 10.0.0rc1"), "sm");
+        assert_eq!(shared_memory_of("unheard of"), "vader");
     }
 }

@@ -5,22 +5,18 @@
 //! that begins changes with every pair.
 //!
 //! * `grid`: the cases, and the rules by which some are left out.
-//! * `contender`: processes that are asked for turns, and busy threads beside them.
-//! * `ratio`: a median and its interval. `summary`: what all cases show together.
+//! * `summary`: what all cases show together.
 
-mod contender;
-mod grid;
-mod ratio;
+pub(super) mod grid;
 mod summary;
 
 use super::cluster::{self, Cluster};
 use super::size::Size;
+use super::turns::{Ask, Contender, Load, Turn};
 use super::{environment, record};
 use anyhow::{Context, Result, bail};
-use contender::{Contender, Load, Turn};
 use grid::{Case, Effort, Machine, Network, What};
-use std::fs;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::time::{Duration, Instant};
 use summary::{CSV_HEADER, Measured, Outcome, Pair, Summary};
 
@@ -97,7 +93,7 @@ pub(crate) fn run(args: &Args) -> Result<()> {
         effort: Effort { pairs: args.pairs as usize, iters: args.iters },
         deadline: args.minutes.map(|minutes| Instant::now() + Duration::from_secs(60 * minutes)),
     };
-    let summary = bench.run(machine()?)?;
+    let summary = bench.run(Machine::here()?)?;
     println!("\n{summary}\nrecorded in {}", bench.folder.display());
     match summary.failures() {
         0 => Ok(()),
@@ -258,7 +254,7 @@ impl Contenders<'_> {
     fn start(&mut self) -> Result<()> {
         for (running, words) in self.running.iter_mut().zip(&self.words) {
             if running.is_none() {
-                let started = Contender::start(self.cluster, words);
+                let started = Contender::start(self.cluster.on_every_node().args(words));
                 *running =
                     Some(started.with_context(|| format!("starting `{}`", words.join(" ")))?);
             }
@@ -268,22 +264,13 @@ impl Contenders<'_> {
 
     fn turn(&mut self, who: usize, case: &Case, iters: u64) -> Result<Turn> {
         let contender = self.running[who].as_mut().context("it was not started")?;
-        let turn = contender.turn(self.cluster, case, iters);
+        let (size, port_seconds) = (case.size, case.network.port_seconds(case.size));
+        let turn = contender.turn(self.cluster, Ask { size, iters, port_seconds });
         if turn.is_err() {
             self.running[who] = None;
         }
         turn.with_context(|| ["poseidon", "gloo"][who])
     }
-}
-
-/// What the rules have to know of this machine.
-fn machine() -> Result<Machine> {
-    let cores = std::thread::available_parallelism()?.get() as u64;
-    let text = fs::read_to_string(Path::new("/proc/meminfo")).context("reading free memory")?;
-    let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"));
-    let kilobytes =
-        line.and_then(|line| line.trim().trim_end_matches("kB").trim().parse::<u64>().ok());
-    Ok(Machine { cores, memory: kilobytes.context("no MemAvailable in /proc/meminfo")? << 10 })
 }
 
 fn list(sizes: &[Size]) -> String {

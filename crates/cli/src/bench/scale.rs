@@ -141,7 +141,7 @@ fn measure(
     nodes: u16,
 ) -> anyhow::Result<Result<Vec<node::Seen>, ExitCode>> {
     let spec = LabSpec {
-        nodes,
+        ranks: vec![1; nodes.into()],
         rate: case.rate,
         delay: case.delay,
         congestion: "cubic".into(),

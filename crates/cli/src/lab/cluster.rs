@@ -27,7 +27,8 @@ use std::time::Duration;
 /// How many nodes a virtual cluster has, and what its links are like.
 #[derive(Clone, Debug)]
 pub(crate) struct LabSpec {
-    pub(crate) nodes: u16,
+    /// Processes of each node, by node.
+    pub(crate) ranks: Vec<u16>,
     /// Of every node's link, each way.
     pub(crate) rate: Bandwidth,
     /// From one node to another, one way, on top of what the machine itself takes.
@@ -45,6 +46,8 @@ pub(crate) struct LabSpec {
 pub(crate) struct Lab {
     middle: Middle,
     nodes: Vec<Namespace>,
+    /// By node: how many processes it has.
+    ranks: Vec<u16>,
     secret: Secret,
 }
 
@@ -64,8 +67,21 @@ pub(crate) struct Carried {
     pub(crate) received: u64,
 }
 
+/// A process of a node.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Rank {
+    /// Among all processes.
+    rank: u16,
+    /// The number of its node.
+    node: u16,
+    /// Among those of its node.
+    local: u16,
+}
+
 /// Nodes that one bridge holds with room to spare.
 pub(crate) const MOST_NODES: u16 = 1000;
+/// Processes of a node. So many on the most nodes still have numbers.
+pub(crate) const MOST_RANKS: u16 = 64;
 
 impl Lab {
     /// Gets this process ready to have clusters. Must be called while it has one thread.
@@ -78,7 +94,7 @@ impl Lab {
     /// Makes a cluster.
     pub(crate) fn up(spec: &LabSpec) -> Result<Self, LabError> {
         let namespace = || Namespace::new().map_err(LabError::refused);
-        let nodes: Vec<_> = (0..spec.nodes).map(|_| namespace()).collect::<Result<_, _>>()?;
+        let nodes: Vec<_> = spec.ranks.iter().map(|_| namespace()).collect::<Result<_, _>>()?;
         let secret = Secret::random().map_err(LabError::refused)?;
         let middle = if spec.delay.is_zero() && !spec.faults.any() {
             Middle::Bridge(namespace()?)
@@ -88,31 +104,36 @@ impl Lab {
             let switch = SwitchThread::start(&nodes, NIC, links);
             Middle::Switch(switch.map_err(|source| LabError::Tap { source })?)
         };
-        let lab = Self { middle, nodes, secret };
+        let lab = Self { middle, nodes, ranks: spec.ranks.clone(), secret };
         lab.connect(spec)?;
         lab.limit(spec)?;
         Ok(lab)
     }
 
-    /// A process for every node; `command` makes each one's.
+    /// The processes of all nodes; `command` makes each one's.
     pub(crate) fn processes(
         &self,
         command: impl Fn() -> Command,
     ) -> Result<Vec<Process>, LabError> {
-        let ranks = (0u16..).zip(&self.nodes);
-        let process = |(rank, node): (u16, &Namespace)| {
+        let process = |place: Rank| {
+            let Rank { rank, node, .. } = place;
             let mut command = command();
-            self.describe(&mut command, rank);
-            node.host(&mut command).map_err(LabError::refused)?;
+            self.describe(&mut command, place);
+            self.nodes[usize::from(node)].host(&mut command).map_err(LabError::refused)?;
+            let alone = self.ranks.iter().all(|ranks| *ranks == 1);
             Ok(Process {
-                name: format!("node {rank}"),
+                name: if alone {
+                    format!("node {node}")
+                } else {
+                    format!("rank {rank} on node {node}")
+                },
                 label: rank.to_string(),
                 command,
                 role: Role::Worker,
                 draws: false,
             })
         };
-        ranks.map(process).collect()
+        all_ranks(&self.ranks).into_iter().map(process).collect()
     }
 
     /// What every node's link has carried so far.
@@ -200,13 +221,14 @@ impl Lab {
         self.nodes.iter().try_for_each(|node| Tool::Tc.batch(node, &own))
     }
 
-    /// Tells a node who it is, as torchrun would on machines with one process each.
-    fn describe(&self, command: &mut Command, rank: u16) {
+    /// Tells a process who it is, as torchrun would.
+    fn describe(&self, command: &mut Command, place: Rank) {
+        let Rank { rank, node, local } = place;
         command
             .env("RANK", rank.to_string())
-            .env("WORLD_SIZE", self.nodes.len().to_string())
-            .env("LOCAL_RANK", "0")
-            .env("LOCAL_WORLD_SIZE", "1")
+            .env("WORLD_SIZE", self.ranks.iter().sum::<u16>().to_string())
+            .env("LOCAL_RANK", local.to_string())
+            .env("LOCAL_WORLD_SIZE", self.ranks[usize::from(node)].to_string())
             .env("MASTER_ADDR", address(0).to_string())
             .env("MASTER_PORT", MASTER_PORT)
             .env("POSEIDON_SECRET", self.secret.expose())
@@ -218,6 +240,13 @@ impl Lab {
             command.env_remove(format!("POSEIDON_{name}"));
         }
     }
+}
+
+/// The processes of all nodes, node by node.
+fn all_ranks(by_node: &[u16]) -> Vec<Rank> {
+    let of_node = |(node, count): (u16, &u16)| (0..*count).map(move |local| (node, local));
+    let places = (0u16..).zip(by_node).flat_map(of_node);
+    (0u16..).zip(places).map(|(rank, (node, local))| Rank { rank, node, local }).collect()
 }
 
 /// What a queue has let through.
@@ -278,6 +307,15 @@ mod tests {
         assert_eq!(address(0).to_string(), "10.77.0.1");
         assert_eq!(address(255).to_string(), "10.77.1.0");
         assert_eq!(address(MOST_NODES - 1).to_string(), "10.77.3.232");
+    }
+
+    #[test]
+    fn ranks_are_counted_node_by_node() {
+        let places: Vec<_> =
+            all_ranks(&[2, 1, 2]).iter().map(|r| (r.rank, r.node, r.local)).collect();
+        assert_eq!(places, [(0, 0, 0), (1, 0, 1), (2, 1, 0), (3, 2, 0), (4, 2, 1)]);
+        // The last of the most has a number.
+        assert!(MOST_RANKS.checked_mul(MOST_NODES).is_some());
     }
 
     #[test]

@@ -2,6 +2,7 @@
 
 pub use poseidon_core::book::{BOOK_VERSION, Book, Job, NodeFacts};
 
+use super::places::placed_tree;
 use poseidon_core::share::shares;
 use poseidon_core::{ChunkKey, Cluster, LaneId, Layer, LayerId, NodeId, Rate, Scheme, Shard};
 use serde::{Deserialize, Serialize};
@@ -55,14 +56,15 @@ pub struct PlannedPort {
 }
 
 /// What `book` has under a dotted path such as `job.layers.0.name` or `cluster.workers`. The empty
-/// path is the whole book. `plan`, `chunks` and `ports` follow from the book and are computed when
-/// they are asked for. `None` if there is nothing there.
+/// path is the whole book. `plan`, `chunks`, `ports` and `tree` follow from the book and are
+/// computed when they are asked for. `None` if there is nothing there.
 pub(crate) fn query(book: &Book, key: &str) -> Option<Value> {
     let (first, rest) = key.split_once('.').unwrap_or((key, ""));
     match first {
         "plan" => lookup(serde_json::to_value(planned(book)).ok()?, rest),
         "chunks" => lookup(serde_json::to_value(placed(book)).ok()?, rest),
         "ports" => lookup(serde_json::to_value(ports(&book.cluster)).ok()?, rest),
+        "tree" => lookup(serde_json::to_value(placed_tree(book)).ok()?, rest),
         _ => lookup(serde_json::to_value(book).ok()?, key),
     }
 }
@@ -164,12 +166,13 @@ pub(crate) fn lookup(value: Value, key: &str) -> Option<Value> {
 }
 
 #[cfg(test)]
-mod tests {
+pub(crate) mod tests {
     use super::*;
     use poseidon_core::plan::Placement;
     use poseidon_core::{ChunkSize, Epoch, JobId, Optimizer, Policy, Port, Servers};
 
-    fn book() -> Book {
+    /// A book of two workers.
+    pub(crate) fn book() -> Book {
         Book {
             version: BOOK_VERSION,
             identity: JobId([7; 16]),
@@ -223,6 +226,8 @@ mod tests {
         assert_eq!(query(&book, "chunks.2.layer"), Some("fc".into()));
         assert_eq!(query(&book, "ports"), Some(serde_json::json!([])));
         assert_eq!(query(&book, "chunks.0.lane"), Some(0.into()));
+        assert_eq!(query(&book, "tree.racks.0.hosts.1.nodes.0.name"), Some("worker 1".into()));
+        assert_eq!(query(&book, "tree.racks.1"), None);
     }
 
     #[test]

@@ -2,7 +2,7 @@
 //! them know.
 //!
 //! * `config`: raw arguments and environment become a `Config`. `rendezvous`: joins the job and opens
-//!   its links. `book`: questions to the information book.
+//!   its links. `book`: questions to the information book. `places`: its tree of racks and hosts.
 //! * `link_rate`: what a node knows of its port. `probe`: measures what the ports of several hosts
 //!   carry, over their links.
 //! * `control`: what is said on control connections. `line`: a node's end of its connection.
@@ -19,6 +19,7 @@ pub(crate) mod gather;
 pub(crate) mod line;
 pub(crate) mod link_rate;
 pub(crate) mod open;
+pub(crate) mod places;
 pub(crate) mod rendezvous;
 
 mod joining;

@@ -1,8 +1,10 @@
 //! The cases of the grid, and the rules by which some are left out.
 
 use crate::bench::size::Size;
+use crate::bench::turns::WARM_UP;
+use anyhow::{Context, Result};
 use clap::ValueEnum;
-use std::fmt;
+use std::{fmt, fs, thread};
 
 /// What is exchanged. Gloo does an all_reduce of as many bytes in every case.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -67,8 +69,18 @@ const LONGEST: f64 = 180.0;
 /// Seconds of iterations in a turn: as short as tells one exchange from the next.
 const TURN: f64 = 0.4;
 const MOST_ITERATIONS: u64 = 20;
-/// Iterations of a turn that are not counted. Contenders have the same number.
-pub(crate) const WARM_UP: u64 = 1;
+
+impl Machine {
+    /// This one.
+    pub(crate) fn here() -> Result<Self> {
+        let cores = thread::available_parallelism()?.get() as u64;
+        let text = fs::read_to_string("/proc/meminfo").context("reading free memory")?;
+        let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"));
+        let kilobytes =
+            line.and_then(|line| line.trim().trim_end_matches("kB").trim().parse::<u64>().ok());
+        Ok(Self { cores, memory: kilobytes.context("no MemAvailable in /proc/meminfo")? << 10 })
+    }
+}
 
 impl Network {
     /// Seconds that one exchange of `size` takes a port, without headers. Any exact exchange that

@@ -1,10 +1,10 @@
 //! What all cases show, as tables.
 
-use super::contender::Turn;
 use super::grid::{Case, What};
-use super::ratio::{Ratio, WANTED};
 use crate::bench::measurement::median;
+use crate::bench::ratio::{Ratio, Verdict, WANTED};
 use crate::bench::size::Size;
+use crate::bench::turns::Turn;
 use std::fmt;
 
 /// All that was found out.
@@ -37,15 +37,6 @@ pub(crate) struct Pair {
     pub(crate) ours_first: bool,
     pub(crate) ours: Turn,
     pub(crate) gloo: Turn,
-}
-
-/// Gloo's time beside ours.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Verdict {
-    Faster,
-    /// 1 is in the interval.
-    Equal,
-    Slower,
 }
 
 /// First line of `raw.csv`.
@@ -83,8 +74,8 @@ impl Measured {
         format!(
             "{}: poseidon {ours:.4} s, gloo {gloo:.4} s, {} {}",
             self.case,
-            shown(&ratio),
-            Verdict::of(&ratio).word()
+            ratio,
+            ratio.verdict().word()
         )
     }
 
@@ -120,18 +111,6 @@ impl Measured {
     }
 }
 
-impl Turn {
-    /// Seconds of an iteration: the mean, because an iteration that waits for a timer counts as
-    /// much as the others.
-    fn seconds(&self) -> f64 {
-        self.measurement.seconds.mean
-    }
-
-    fn cpu(&self) -> f64 {
-        self.measurement.cpu_seconds_per_iter
-    }
-}
-
 impl Outcome {
     /// How many times as long Gloo takes.
     fn ratio(&self) -> Ratio {
@@ -155,32 +134,10 @@ impl Outcome {
     }
 }
 
-impl Verdict {
-    fn of(ratio: &Ratio) -> Self {
-        match ratio {
-            ratio if ratio.high < 1.0 => Self::Slower,
-            ratio if ratio.low > 1.0 => Self::Faster,
-            _ => Self::Equal,
-        }
-    }
-
-    fn word(self) -> &'static str {
-        match self {
-            Self::Faster => "faster",
-            Self::Equal => "no difference",
-            Self::Slower => "**slower**",
-        }
-    }
-}
-
 /// Whether a case is to use [`TARGET`] of the link. Rebuilding gradients from factors takes
 /// processors, not links.
 fn fills_link(case: &Case) -> bool {
     case.size >= FROM && case.what != What::Factors
-}
-
-fn shown(ratio: &Ratio) -> String {
-    format!("{:.2} ({:.2} to {:.2})", ratio.median, ratio.low, ratio.high)
 }
 
 impl fmt::Display for Summary {
@@ -233,8 +190,8 @@ impl fmt::Display for Summary {
                 case.size,
                 case.what.name(),
                 case.busy,
-                shown(&ratio),
-                Verdict::of(&ratio).word(),
+                ratio,
+                ratio.verdict().word(),
                 if low { format!("**{our_link}**") } else { our_link },
                 100.0 * gloo_link
             )?;
@@ -260,7 +217,7 @@ impl fmt::Display for Summary {
 impl Summary {
     fn targets(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let count = |verdict| {
-            self.seen().filter(|(_, outcome)| Verdict::of(&outcome.ratio()) == verdict).count()
+            self.seen().filter(|(_, outcome)| outcome.ratio().verdict() == verdict).count()
         };
         let all = self.seen().count();
         let slower = count(Verdict::Slower);
@@ -309,7 +266,8 @@ mod tests {
     /// A turn whose exchanges took `ms` milliseconds of time and of CPU.
     fn turn(ms: f64, wire: f64) -> Turn {
         let case = Run { workers: 4, size: Size::mb(10) };
-        Turn { measurement: run(1, Contender::Gloo, case, ms).result.unwrap(), wire }
+        let measurement = run(1, Contender::Gloo, case, ms).result.unwrap();
+        Turn { measurement, wire, most_wire: wire }
     }
 
     fn case(size: Size) -> Case {
@@ -332,7 +290,7 @@ mod tests {
 
     #[test]
     fn a_case_is_slower_only_if_its_whole_interval_is() {
-        let verdict = |from| Verdict::of(&measured(Size::mb(1), from).outcome.unwrap().ratio());
+        let verdict = |from| measured(Size::mb(1), from).outcome.unwrap().ratio().verdict();
         assert_eq!(verdict(0.90), Verdict::Slower);
         assert_eq!(verdict(0.95), Verdict::Equal);
         assert_eq!(verdict(1.0), Verdict::Faster);

@@ -1,8 +1,11 @@
 //! A contender on every node of a cluster, which is asked for one turn after the other.
+//!
+//! Several contenders are on the same nodes and take turns, so whatever else the machine does
+//! befalls all of them.
 
-use super::grid::{Case, WARM_UP};
-use crate::bench::cluster::Cluster;
-use crate::bench::measurement::Measurement;
+use super::cluster::Cluster;
+use super::measurement::Measurement;
+use super::size::Size;
 use crate::command::{drain, end, tail, wait_until};
 use anyhow::{Context, Result, anyhow, bail};
 use std::io::{BufRead, BufReader, Write};
@@ -27,7 +30,22 @@ pub(crate) struct Turn {
     pub(crate) measurement: Measurement,
     /// Bytes per iteration, headers included, in the direction of the port that carried fewest.
     pub(crate) wire: f64,
+    /// The same in the direction of the port that carried most.
+    pub(crate) most_wire: f64,
 }
+
+/// What a contender is asked for.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Ask {
+    pub(crate) size: Size,
+    /// Iterations that are counted.
+    pub(crate) iters: u64,
+    /// Seconds that the bytes of one iteration take a port.
+    pub(crate) port_seconds: f64,
+}
+
+/// Iterations of a turn that are not counted. Contenders have the same number.
+pub(crate) const WARM_UP: u64 = 1;
 
 /// A start takes seconds; 32 interpreters that import torch on two cores take a minute or two.
 const START: Duration = Duration::from_secs(300);
@@ -36,9 +54,9 @@ const SLACK: Duration = Duration::from_secs(120);
 const GOODBYE: Duration = Duration::from_secs(20);
 
 impl Contender {
-    /// Starts `words` on every node and waits until they are ready.
-    pub(crate) fn start(cluster: &Cluster, words: &[String]) -> Result<Self> {
-        let mut contender = Self::spawn(cluster.on_every_node().args(words))?;
+    /// Starts a command that runs on every node, and waits until it is ready.
+    pub(crate) fn start(command: &mut Command) -> Result<Self> {
+        let mut contender = Self::spawn(command)?;
         contender.line(START, |line| line == "ready")?;
         Ok(contender)
     }
@@ -61,13 +79,18 @@ impl Contender {
         Ok(Self { child, input, lines, said })
     }
 
-    /// Has the contender exchange `iters` times what the case says.
-    pub(crate) fn turn(&mut self, cluster: &Cluster, case: &Case, iters: u64) -> Result<Turn> {
+    /// Has the contender take a turn.
+    pub(crate) fn turn(&mut self, cluster: &Cluster, ask: Ask) -> Result<Turn> {
+        let Ask { size, iters, port_seconds } = ask;
+        let iterations = (iters + WARM_UP) as f64;
+        let limit = SLACK + Duration::from_secs_f64(20.0 * iterations * port_seconds);
         let before = cluster.carried()?;
-        let seconds = 20.0 * (iters + WARM_UP) as f64 * case.network.port_seconds(case.size);
-        let measurement = self.ask(case.size.0, iters, SLACK + Duration::from_secs_f64(seconds))?;
-        let least = grown(&before, &cluster.carried()?).min().unwrap_or(0);
-        Ok(Turn { measurement, wire: least as f64 / (iters + WARM_UP) as f64 })
+        let measurement = self.ask(size.0, iters, limit)?;
+        let after = cluster.carried()?;
+        let least = grown(&before, &after).min().unwrap_or(0);
+        let most = grown(&before, &after).max().unwrap_or(0);
+        let [wire, most_wire] = [least, most].map(|bytes| bytes as f64 / iterations);
+        Ok(Turn { measurement, wire, most_wire })
     }
 
     fn ask(&mut self, bytes: u64, iters: u64, limit: Duration) -> Result<Measurement> {
@@ -104,6 +127,19 @@ impl Contender {
         let _ = end(&mut self.child);
         let said = self.said.take().and_then(|said| said.join().ok()).unwrap_or_default();
         anyhow!("{how}: {}", tail(&said))
+    }
+}
+
+impl Turn {
+    /// Seconds of an iteration: the mean, because an iteration that waits for a timer counts as
+    /// much as the others.
+    pub(crate) fn seconds(&self) -> f64 {
+        self.measurement.seconds.mean
+    }
+
+    /// CPU seconds of an iteration, of all ranks.
+    pub(crate) fn cpu(&self) -> f64 {
+        self.measurement.cpu_seconds_per_iter
     }
 }
 

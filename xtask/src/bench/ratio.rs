@@ -1,6 +1,10 @@
-//! The median of some ratios, and how sure it is.
+//! The median of some values, such as ratios of a peer's time to ours, and how sure it is.
+//!
+//! All benchmarks that alternate tell ratios the same way: the peer's time by ours. Above 1 we are
+//! faster.
 
-use crate::bench::measurement::median;
+use super::measurement::median;
+use std::fmt;
 
 /// A median with the interval it lies in.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -12,6 +16,17 @@ pub(crate) struct Ratio {
     /// How probably the interval has the true median in it: at least [`WANTED`] where there are
     /// enough values for that.
     pub(crate) confidence: f64,
+}
+
+/// A peer's time beside ours.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Verdict {
+    /// The whole interval is above 1.
+    Faster,
+    /// 1 is in the interval.
+    Equal,
+    /// The whole interval is below 1.
+    Slower,
 }
 
 /// What an interval is to have the true median with.
@@ -32,6 +47,35 @@ impl Ratio {
             high: values[values.len() - k],
             confidence: confidence(values.len(), k),
         })
+    }
+
+    /// What a ratio of a peer's time to ours says of us.
+    pub(crate) fn verdict(&self) -> Verdict {
+        match self {
+            ratio if ratio.high < 1.0 => Verdict::Slower,
+            ratio if ratio.low > 1.0 => Verdict::Faster,
+            _ => Verdict::Equal,
+        }
+    }
+}
+
+impl Verdict {
+    /// In a word, as tables have it.
+    pub(crate) fn word(self) -> &'static str {
+        match self {
+            Self::Faster => "faster",
+            Self::Equal => "no difference",
+            Self::Slower => "**slower**",
+        }
+    }
+}
+
+/// "1.20 (1.10 to 1.30)", with two decimals unless more are asked for.
+impl fmt::Display for Ratio {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let digits = f.precision().unwrap_or(2);
+        let Self { median, low, high, .. } = self;
+        write!(f, "{median:.digits$} ({low:.digits$} to {high:.digits$})")
     }
 }
 
@@ -68,6 +112,16 @@ mod tests {
         assert_eq!((median, low, high, confidence), (2.0, 1.0, 3.0, 0.75));
         assert_eq!(Ratio::of(vec![2.0]).unwrap().confidence, 0.0);
         assert_eq!(Ratio::of(Vec::new()), None);
+    }
+
+    #[test]
+    fn a_verdict_takes_the_whole_interval() {
+        let verdict = |low, high| Ratio { median: 1.0, low, high, confidence: 0.95 }.verdict();
+        assert_eq!(verdict(1.01, 1.2), Verdict::Faster);
+        assert_eq!(verdict(0.9, 1.01), Verdict::Equal);
+        assert_eq!(verdict(0.9, 0.99), Verdict::Slower);
+        let ratio = Ratio::of(vec![0.5, 1.25, 2.0]).unwrap();
+        assert_eq!(format!("{ratio}, {ratio:.1}"), "1.25 (0.50 to 2.00), 1.2 (0.5 to 2.0)");
     }
 
     #[test]
