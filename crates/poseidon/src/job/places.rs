@@ -175,6 +175,7 @@ mod tests {
                 host: host.into(),
                 rack: rack.map(String::from),
                 tcp: format!("10.0.0.{node}:9"),
+                other_tcp: Vec::new(),
                 unix: None,
                 version: String::new(),
                 tiles: false,
