@@ -16,7 +16,7 @@ use poseidon_link::{
     Stream, address, address::Choice, connect, connect_unless,
 };
 use poseidon_matrix::Unit;
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::net::{IpAddr, Ipv4Addr, ToSocketAddrs};
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
@@ -314,26 +314,39 @@ impl Opening<'_> {
         Err(self.line.trouble().unwrap_or(error))
     }
 
-    /// Gives every link its window: a part of this host's port for links to other hosts. Most of it
-    /// is for the nodes that this one exchanges sums with.
+    /// Gives every link its window: a part of this host's port for links to other hosts. Every other
+    /// host has an equal part, because it sends as much as any other, by few connections or by many.
+    /// Nodes that this one exchanges no sums with have a small window.
     fn widen(&self, links: &mut [Links]) {
         let Self { config, book, .. } = *self;
         let (me, cluster) = (config.node(), &book.cluster);
         let tree = Tree::new(cluster);
         let away = |node: &NodeId| tree.host(*node) != tree.host(me);
-        let neighbours = cluster.node_ids().filter(|node| !away(node)).count();
+        let neighbours: Vec<NodeId> = cluster.node_ids().filter(|node| !away(node)).collect();
         let all: Vec<NodeId> = cluster.partners(me).into_iter().filter(away).collect();
-        let senders = if tree.is_flat() { all.clone() } else { tree.senders(me) };
+        let senders = |node: NodeId| match tree.is_flat() {
+            true => cluster.partners(node).into_iter().filter(away).collect(),
+            false => tree.senders(node),
+        };
+        // By host: connections that sums of it come by, to any node of this host.
+        let mut flows: BTreeMap<u16, usize> = BTreeMap::new();
+        for sender in neighbours.iter().flat_map(|node| senders(*node)) {
+            *flows.entry(tree.host(sender)).or_default() += 1;
+        }
+        let own = senders(me);
         // Lanes share the interfaces, and so the port's rate.
         let interfaces = self.choices.len();
-        let shares = neighbours * links.len().div_ceil(interfaces);
+        let lanes = links.len().div_ceil(interfaces);
         let rate = cluster.ports().get(me.index()).map(|port| port.rate);
         let rate = rate.map(|rate| Rate::nearest(rate.bits() as f64 / interfaces as f64));
         for (node, link) in links.iter_mut().flatten() {
             // One sender does not overflow a port that is as fast as its own. On a long way, queues
             // are not what takes time, and a small window would.
             let is_long = link.round_trip().is_some_and(|time| time > LONG_WAY);
-            let count = if senders.contains(node) { senders.len() } else { all.len() };
+            let (count, shares) = match flows.get(&tree.host(*node)) {
+                Some(of_host) if own.contains(node) => (flows.len(), of_host * lanes),
+                _ => (all.len(), neighbours.len() * lanes),
+            };
             let bytes = match away(node) && count * shares > 1 && !is_long {
                 true => poseidon_core::port::window(count, shares, rate),
                 false => SOCKET_BUFFER,
