@@ -77,6 +77,11 @@ impl Ways {
         self.ways.len() as u16
     }
 
+    /// The number of hosts that ranks are on.
+    pub(super) fn hosts(&self) -> usize {
+        self.tree.workers_by_host().len()
+    }
+
     /// All ranks but this one, the next one first.
     pub(super) fn others(&self) -> impl Iterator<Item = u16> + use<> {
         let (me, size) = (self.me, self.size());
