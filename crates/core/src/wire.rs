@@ -177,9 +177,12 @@ pub struct Signature {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Place {
     /// The operation's number: among the collectives of the group, or the messages of this pair.
+    /// Below 2⁴⁸.
     pub sequence: u64,
     /// 0: contributions. 1: results.
     pub step: u8,
+    /// Which slice of a collective the piece is of.
+    pub slice: u16,
     /// The piece's index, below 2²⁴.
     pub piece: u32,
 }
@@ -194,7 +197,7 @@ impl Signature {
         Header {
             chunk: ChunkKey { layer: LayerId(layer), index: place.index() },
             value: f32::from_bits(self.count),
-            clock: Clock(place.sequence),
+            clock: place.clock(),
             ..Header::bare(Kind::Collective, sender, length)
         }
     }
@@ -219,21 +222,33 @@ impl Place {
         Header {
             chunk: ChunkKey { layer: LayerId(tag), index: self.index() },
             value: f32::from_bits(u32::try_from(total).unwrap_or(u32::MAX)),
-            clock: Clock(self.sequence),
+            clock: self.clock(),
             ..Header::bare(Kind::Message, sender, length)
         }
     }
 
     /// The place of a collective's or a message's frame.
     pub fn read(header: &Header) -> Self {
-        let index = header.chunk.index;
-        Self { sequence: header.clock.0, step: (index >> 24) as u8, piece: index & 0xff_ffff }
+        let (index, clock) = (header.chunk.index, header.clock.0);
+        Self {
+            sequence: clock & ((1 << SEQUENCE_BITS) - 1),
+            step: (index >> 24) as u8,
+            slice: (clock >> SEQUENCE_BITS) as u16,
+            piece: index & 0xff_ffff,
+        }
+    }
+
+    fn clock(&self) -> Clock {
+        Clock(u64::from(self.slice) << SEQUENCE_BITS | self.sequence)
     }
 
     fn index(&self) -> u32 {
         u32::from(self.step) << 24 | self.piece
     }
 }
+
+/// Bits of a clock that count operations. The slice is in the bits above.
+const SEQUENCE_BITS: u32 = 48;
 
 fn u16_at(b: &[u8], i: usize) -> u16 {
     u16::from_le_bytes([b[i], b[i + 1]])
@@ -296,7 +311,7 @@ mod tests {
             root: 0x0102,
             count: 0xfff0_0001,
         };
-        let place = Place { sequence: 7, step: 1, piece: 0x030405 };
+        let place = Place { sequence: 7, step: 1, slice: 0x0607, piece: 0x030405 };
         let header = Header {
             channel: ChannelId(3),
             epoch: Epoch(1),
@@ -305,7 +320,7 @@ mod tests {
         let bytes = [
             0x05, 0x00, 0x02, 0x00, 0x03, 0x00, 0x00, 0x00, 0x01, 0x00, 0x00, 0x00, 0x01, 0x44,
             0x02, 0x01, 0x05, 0x04, 0x03, 0x01, 0x01, 0x00, 0xf0, 0xff, 0x07, 0x00, 0x00, 0x00,
-            0x00, 0x00, 0x00, 0x00, 0x00, 0x00, 0x04, 0x00,
+            0x00, 0x00, 0x07, 0x06, 0x00, 0x00, 0x04, 0x00,
         ];
         assert_eq!(header.encode()[..36], bytes);
         let read = Header::decode(&header.encode()).unwrap();

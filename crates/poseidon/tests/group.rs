@@ -19,6 +19,18 @@ fn run<T: Send + 'static>(
     carrier: Carriers,
     work: impl Fn(&Group) -> T + Clone + Send + 'static,
 ) -> Vec<T> {
+    run_on(&[size], carrier, work)
+}
+
+/// The same, with this many ranks on each host.
+fn run_on<T: Send + 'static>(
+    hosts: &[u16],
+    carrier: Carriers,
+    work: impl Fn(&Group) -> T + Clone + Send + 'static,
+) -> Vec<T> {
+    let size = hosts.iter().sum();
+    let host_of = hosts.iter().zip(0..).flat_map(|(ranks, host)| vec![host; usize::from(*ranks)]);
+    let host_of: Vec<u16> = host_of.collect();
     without_hanging(move || {
         let secret: Secret = "hush".parse().unwrap();
         let patience = Duration::from_secs(20);
@@ -29,6 +41,7 @@ fn run<T: Send + 'static>(
         let ranks = (0..size).map(|rank| {
             let mut config = Config::for_group(rank, size, &at, "group", secret.clone()).unwrap();
             config.carrier = carrier;
+            config.host = Some(format!("host {}", host_of[usize::from(rank)]));
             let work = work.clone();
             thread::spawn(move || {
                 let names = (0..size).map(|rank| format!("rank {rank}")).collect();
@@ -89,10 +102,13 @@ fn values(rank: usize, len: usize) -> Vec<f32> {
 /// Empty, less than a rank each, odd, above the limit for small ones, several pieces a slice.
 const SIZES: [usize; 6] = [0, 1, 7, 1001, 20_011, 700_001];
 
-fn every_collective(size: u16, carrier: Carriers) {
+fn every_collective(hosts: &[u16], carrier: Carriers, sizes: &'static [usize]) {
+    let size: u16 = hosts.iter().sum();
+    // Every rank is a root where there are few.
+    let roots = (0..size).step_by(if size > 5 { usize::from(size / 2) } else { 1 });
     let work = move |group: &Group| {
         let (me, ranks) = (usize::from(group.rank()), usize::from(size));
-        for len in SIZES {
+        for &len in sizes {
             let sum = |index: usize| (0..ranks).map(|r| value(r, index)).sum::<i64>() as f32;
             let mut x = values(me, len);
             act(group, Request::AllReduce { tensor: tensor(&mut x), op: ReduceOp::Sum }).unwrap();
@@ -107,7 +123,7 @@ fn every_collective(size: u16, carrier: Carriers) {
             act(group, Request::AllReduce { tensor: tensor(&mut x), op: ReduceOp::Max }).unwrap();
             assert!(x.iter().enumerate().all(|(i, &x)| x == value(ranks - 1, i)), "max of {len}");
 
-            for root in 0..size {
+            for root in roots.clone() {
                 let mut x = values(me, len);
                 act(group, Request::Broadcast { tensor: tensor(&mut x), root }).unwrap();
                 assert_eq!(x, values(root.into(), len), "broadcast of {len} from {root}");
@@ -160,26 +176,42 @@ fn every_collective(size: u16, carrier: Carriers) {
             act(group, Request::Barrier).unwrap();
         }
     };
-    run(size, carrier, work);
+    run_on(hosts, carrier, work);
 }
 
 #[test]
 fn every_collective_in_shared_memory() {
     for size in [1, 2, 3, 5] {
-        every_collective(size, Carriers::Auto);
+        every_collective(&[size], Carriers::Auto, &SIZES);
     }
 }
 
 #[test]
 fn every_collective_over_tcp() {
     for size in [2, 3, 5] {
-        every_collective(size, Carriers::Tcp);
+        every_collective(&[size], Carriers::Tcp, &SIZES);
     }
+}
+
+/// Shared memory inside the hosts, TCP between them. Where many ranks share a port their windows are
+/// smaller than a packet of the loopback interface, on which TCP then waits for its timers. So many
+/// ranks have small tensors here.
+#[test]
+fn every_collective_on_several_hosts() {
+    every_collective(&[1, 2], Carriers::Auto, &[0, 1, 7, 1001, 20_011, 200_001]);
+    every_collective(&[2, 2], Carriers::Auto, &[200_001]);
+    every_collective(&[3, 1, 4], Carriers::Auto, &[7, 1001]);
+    every_collective(&[4, 4, 4, 4], Carriers::Auto, &[7, 1001]);
 }
 
 #[test]
 fn operations_overlap_and_everybody_gets_the_same_bits() {
-    let results = run(3, Carriers::Auto, |group| {
+    overlap(&[3]);
+    overlap(&[2, 1]);
+}
+
+fn overlap(hosts: &[u16]) {
+    let results = run_on(hosts, Carriers::Auto, |group| {
         let me = usize::from(group.rank());
         let lens = [300_001, 5, 70_000, 0, 1_000_003];
         let noise = |len: usize| -> Vec<f32> {
@@ -313,6 +345,7 @@ fn a_rank_that_leaves_is_named_and_one_that_does_not_come_too() {
     });
     let late = "receive from rank 1 with tag 4: its timeout passed";
     assert!(errors[0].contains(late), "{}", errors[0]);
+    assert!(!errors[0].contains("sends through it"), "{}", errors[0]);
     assert!(errors[1].contains("rank 0 stopped the job"), "{}", errors[1]);
 }
 
@@ -352,4 +385,56 @@ fn a_sum_within_a_budget_is_exact() {
             assert!(x.iter().enumerate().all(|(i, &x)| x == sum(i)));
         }
     });
+}
+
+/// The ranks of a subgroup lie unevenly on the hosts, and in another order than in the group.
+#[test]
+fn a_subgroup_across_hosts_goes_by_its_own_tree() {
+    run_on(&[3, 1, 3], Carriers::Auto, |group| {
+        const RANKS: [u16; 5] = [6, 0, 4, 3, 5];
+        let mut x = values(group.rank().into(), 100_000);
+        if RANKS.contains(&group.rank()) {
+            let names = RANKS.iter().map(|rank| format!("rank {rank}")).collect();
+            let some = group.subgroup("some", &RANKS, names, TERMS.timeout).unwrap();
+            act(&some, Request::AllReduce { tensor: tensor(&mut x), op: ReduceOp::Sum }).unwrap();
+            let sum = |i| RANKS.iter().map(|rank| value((*rank).into(), i)).sum::<i64>() as f32;
+            assert!(x.iter().enumerate().all(|(i, x)| *x == sum(i)));
+            let mut rows = vec![vec![0f32; 1000]; RANKS.len()];
+            let mut own = values(group.rank().into(), 1000);
+            let (input, outputs) = (tensor(&mut own), tensors(&mut rows));
+            act(&some, Request::AllGather { input, outputs }).unwrap();
+            let all = rows.iter().zip(RANKS);
+            assert!(all.into_iter().all(|(row, rank)| *row == values(rank.into(), 1000)));
+            some.leave();
+        }
+        act(group, Request::Barrier).unwrap();
+    });
+}
+
+/// Rank 3 sends only to ranks of its own host. Everybody learns that it is the one.
+#[test]
+fn a_rank_of_a_host_that_leaves_or_does_something_else_is_named_to_all_hosts() {
+    let errors = run_on(&[2, 2, 1], Carriers::Auto, |group| {
+        let mut x = vec![1f32; 100_000];
+        let tensor = tensor(&mut x);
+        (group.rank() != 3).then(|| {
+            let request = Request::Reduce { tensor, root: 0, op: ReduceOp::Sum };
+            // Some ranks have nothing to await: they hear of it in the next operation.
+            let next = |()| act(group, Request::Barrier);
+            act(group, request).and_then(next).unwrap_err().to_string()
+        })
+    });
+    for words in errors.iter().flatten() {
+        assert!(words.contains("rank 3"), "{words}");
+    }
+    let errors = run_on(&[2, 2, 1], Carriers::Auto, |group| {
+        let len = if group.rank() == 3 { 120_000 } else { 100_000 };
+        let mut x = vec![1f32; len];
+        act(group, Request::AllReduce { tensor: tensor(&mut x), op: ReduceOp::Sum }).unwrap_err()
+    });
+    for error in &errors {
+        let words = error.to_string();
+        assert!(words.contains("all_reduce(sum) of 100000 float32 on rank"), "{words}");
+        assert!(words.contains("all_reduce(sum) of 120000 float32 on rank 3"), "{words}");
+    }
 }

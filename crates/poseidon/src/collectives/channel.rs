@@ -1,6 +1,8 @@
 //! A group as a channel of an engine: its operations, and which of them a frame belongs to.
 
-use super::operation::{Key, Mode, Operation, PIECE, Start};
+use super::flow::Mode;
+use super::members::{Members, Ways};
+use super::operation::{Key, Operation, PIECE, Start};
 use super::request::{Request, Words};
 use super::work::Completion;
 use crate::Error;
@@ -113,6 +115,8 @@ pub(super) struct GroupChannel {
     members: Vec<NodeId>,
     /// What ranks are called in errors.
     names: Vec<String>,
+    /// Which ranks send to which.
+    ways: Ways,
     shared: Arc<Shared>,
     counters: Counters,
     /// Operations under way, in the order they were begun.
@@ -149,13 +153,8 @@ struct Arriving {
 }
 
 impl GroupChannel {
-    pub(super) fn new(
-        id: ChannelId,
-        me: u16,
-        ranks: Vec<NodeId>,
-        names: Vec<String>,
-        shared: Arc<Shared>,
-    ) -> Self {
+    pub(super) fn new(id: ChannelId, members: Members, shared: Arc<Shared>) -> Self {
+        let Members { rank: me, nodes: ranks, names, ways } = members;
         let size = ranks.len();
         let own = ranks[usize::from(me)];
         Self {
@@ -164,6 +163,7 @@ impl GroupChannel {
             members: ranks.iter().copied().filter(|&node| node != own).collect(),
             ranks,
             names,
+            ways,
             shared,
             counters: Counters::default(),
             operations: VecDeque::new(),
@@ -203,14 +203,13 @@ impl GroupChannel {
         let start = Start {
             ticket: self.tickets,
             sequence,
-            me: self.me,
-            size: self.names.len() as u16,
             begun: now,
             deadline: now.saturating_add(timeout),
             completion,
         };
-        let outgoing = &mut self.outgoing;
-        let operation = Operation::begin(request, start, |rank, run| outgoing.push((rank, run)));
+        let (outgoing, ways) = (&mut self.outgoing, &self.ways);
+        let send = |rank, message| outgoing.push((rank, message));
+        let operation = Operation::begin(request, start, ways, send);
         self.operations.push_back(operation);
     }
 
@@ -287,10 +286,14 @@ impl GroupChannel {
         let late = self.operations.iter().find(|operation| operation.deadline <= now);
         let Some(operation) = late else { return Ok(()) };
         let missing = (0..self.names.len()).filter(|&rank| operation.awaits(rank));
+        let name = |rank| match operation.awaits_others_through(rank) {
+            true => format!("{}, or a rank that sends through it", self.name(rank)),
+            false => self.name(rank),
+        };
         Err(Error::Overdue {
             operation: operation.words(),
             waited: now.saturating_sub(operation.begun),
-            missing: missing.map(|rank| self.name(rank)).collect(),
+            missing: missing.map(name).collect(),
         })
     }
 
@@ -341,7 +344,7 @@ impl GroupChannel {
         let sender = rank as u16;
         let mine = |operation: &&mut Operation| match operation.key {
             Key::Receive { bound: Some(bound), .. } => bound == (sender, place.sequence),
-            Key::Receive { from, tag: wanted, bound: None } => {
+            Key::Receive { from, tag: wanted, bound: None, .. } => {
                 place.piece == 0 && wanted == tag && from.is_none_or(|from| from == sender)
             }
             _ => false,

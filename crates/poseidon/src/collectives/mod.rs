@@ -5,9 +5,12 @@
 //!
 //! * `request`: what may be asked of a group. `tensor`: memory lent for an operation. `work`: how
 //!   an operation ended.
-//! * `operation`: what an operation sends and awaits. `channel`: which operation a frame belongs to.
+//! * `members`: which ranks send to which. `flow`: what an operation sends, awaits and passes on.
+//! * `operation`: how far an operation is. `channel`: which operation a frame belongs to.
 
 mod channel;
+mod flow;
+mod members;
 mod operation;
 mod request;
 mod tensor;
@@ -16,6 +19,7 @@ mod work;
 #[cfg(test)]
 mod tests;
 
+pub(crate) use members::Members;
 pub use request::Request;
 pub use tensor::Tensor;
 pub use work::Work;
@@ -54,18 +58,16 @@ pub struct Terms {
 }
 
 impl Group {
-    /// Opens a group on the links that `driver` drives, and that live as long as `links`. `ranks` are
-    /// its nodes, of which this one has rank `rank`; `names` is what they are called in errors.
+    /// Opens a group on the links that `driver` drives, and that live as long as `links`.
     pub(crate) fn open(
         id: ChannelId,
-        rank: u16,
-        ranks: Vec<NodeId>,
-        names: Vec<String>,
+        members: Members,
         driver: Arc<Driver>,
         links: Arc<dyn Any + Send + Sync>,
     ) -> Self {
         let shared = Arc::new(Shared::default());
-        let channel = GroupChannel::new(id, rank, ranks.clone(), names, shared.clone());
+        let (rank, ranks) = (members.rank, members.nodes.clone());
+        let channel = GroupChannel::new(id, members, shared.clone());
         driver.attach(Box::new(channel));
         Self { rank, ranks, shared, driver, links: Some(links) }
     }

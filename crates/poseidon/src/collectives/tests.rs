@@ -1,10 +1,12 @@
 //! Groups on engines without threads and sockets, in virtual time.
 
+mod flows;
+
 use super::channel::{Command, GroupChannel, Shared};
 use super::work::Completion;
-use super::{Request, Tensor};
+use super::{Members, Request, Tensor};
 use crate::engine::{Engine, Links, Next};
-use poseidon_core::{ChannelId, Dtype, NodeId, ReduceOp};
+use poseidon_core::{ChannelId, Cluster, Dtype, NodeId, ReduceOp, Servers};
 use poseidon_link::memory::{Shape, VirtualClock, pair};
 use std::ptr::NonNull;
 use std::sync::Arc;
@@ -31,9 +33,11 @@ impl Rank {
 }
 
 fn channel(id: u32, rank: u16, size: u16, shared: &Arc<Shared>) -> GroupChannel {
+    let cluster = Cluster::new(size, Servers::Colocated, 1).unwrap();
     let nodes = (0..size).map(NodeId).collect();
     let names = (0..size).map(|rank| format!("rank {rank}")).collect();
-    GroupChannel::new(ChannelId(id), rank, nodes, names, shared.clone())
+    let members = Members::new(&cluster, rank, nodes, names).unwrap();
+    GroupChannel::new(ChannelId(id), members, shared.clone())
 }
 
 impl Rank {

@@ -150,8 +150,8 @@ impl Config {
     }
 
     /// Rank `rank` of a [`Group`](crate::Group) of `size`, whose coordinator is at `coordinator`. Of the environment
-    /// only `POSEIDON_ADDRESS`, `POSEIDON_LINK`, `POSEIDON_BANDWIDTH_BUDGET`, `POSEIDON_CONNECT_TIMEOUT` and
-    /// `POSEIDON_SILENCE` count.
+    /// only `POSEIDON_ADDRESS`, `POSEIDON_LINK`, `POSEIDON_HOST`, `POSEIDON_BANDWIDTH_BUDGET`,
+    /// `POSEIDON_CONNECT_TIMEOUT` and `POSEIDON_SILENCE` count.
     pub fn for_group(
         rank: u16,
         size: u16,
@@ -167,6 +167,7 @@ impl Config {
             lanes: 1,
             lanes_by_rate: false,
             bandwidth_budget: env.parse("POSEIDON_BANDWIDTH_BUDGET")?.and_then(|Limit(rate)| rate),
+            host: env.0("POSEIDON_HOST").filter(|name| !name.is_empty()),
             coordinator: coordinator.into(),
             serves_coordinator: false,
             address: wanted_address(),

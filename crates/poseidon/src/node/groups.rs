@@ -1,7 +1,7 @@
 //! How groups are opened on a node's links.
 
 use super::Node;
-use crate::collectives::Group;
+use crate::collectives::{Group, Members};
 use crate::job::book::Job;
 use crate::job::config::{Config, LinkRate, Member};
 use crate::job::line::JobState;
@@ -44,7 +44,8 @@ impl Group {
         let ranks = (0..size).map(NodeId).collect();
         let id = ChannelId::FIRST;
         let driver = node.lane_of_group(id).clone();
-        Ok(Self::open(id, rank, ranks, names, driver, node))
+        let members = Members::new(&node.book.cluster, rank, ranks, names)?;
+        Ok(Self::open(id, members, driver, node))
     }
 
     /// Another group, among some ranks of this one and on the same links. Those that `ranks` names call
@@ -74,7 +75,8 @@ impl Group {
         }
         let id = node.open_channel(name, &nodes, None, patience, &|| JobState::Running)?;
         let driver = node.lane_of_group(id).clone();
-        Ok(Self::open(id, own as u16, nodes, names, driver, node))
+        let members = Members::new(&node.book.cluster, own as u16, nodes, names)?;
+        Ok(Self::open(id, members, driver, node))
     }
 
     /// Tells the links of this group from those of every other job. `None` if no other group can be
@@ -96,12 +98,13 @@ impl Group {
 
 impl Node {
     /// The workers of the job as the group `id`.
-    pub(crate) fn group(self: &Arc<Self>, id: ChannelId) -> Group {
+    pub(crate) fn group(self: &Arc<Self>, id: ChannelId) -> Result<Group, Error> {
         let cluster = &self.book.cluster;
         let names = cluster.worker_ids().map(|worker| cluster.name(worker)).collect();
         let ranks = cluster.worker_ids().collect();
         let driver = self.lane_of_group(id).clone();
-        Group::open(id, self.me.0, ranks, names, driver, self.clone())
+        let members = Members::new(cluster, self.me.0, ranks, names)?;
+        Ok(Group::open(id, members, driver, self.clone()))
     }
 
     /// Agrees with the other members on a channel called `name`. `watch` tells what the lanes know

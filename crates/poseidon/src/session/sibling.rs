@@ -35,7 +35,7 @@ impl Session {
     /// other group of the job has.
     pub fn group(&self, name: &str) -> Result<Group, Error> {
         let id = self.open_channel(name, None)?;
-        Ok(self.node.group(id))
+        self.node.group(id)
     }
 
     /// Agrees with the other workers on a channel called `name`.

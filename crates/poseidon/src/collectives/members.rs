@@ -1,0 +1,212 @@
+//! Who is in a group, and which of its ranks send to which.
+//!
+//! A slice of a tensor has a root: the rank that owns the slice, or the rank that the slice comes
+//! from. The slice's way is core's [`Tree`] of that root: ranks of one host pass what they have
+//! through one of them, the collector, so that it crosses the host's port once. Every group has a
+//! tree of its own ranks.
+
+use poseidon_core::cluster::ClusterError;
+use poseidon_core::{Cluster, NodeId, Route, Servers, Tree};
+
+/// The ranks of a group, as one of them sees the group.
+pub(crate) struct Members {
+    /// This process's rank.
+    pub(super) rank: u16,
+    /// By rank: the node that has it.
+    pub(super) nodes: Vec<NodeId>,
+    /// What ranks are called in errors.
+    pub(super) names: Vec<String>,
+    pub(super) ways: Ways,
+}
+
+/// The ways of all slices, as one rank sees them.
+pub(super) struct Ways {
+    pub(super) me: u16,
+    tree: Tree,
+    /// By root.
+    ways: Vec<Way>,
+}
+
+/// The way of a slice at one rank.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Way {
+    /// Where contributions go, and results come from. `None` at the root.
+    pub(super) parent: Option<u16>,
+    /// Where contributions come from, and results go. The rank after this one is first, so that not
+    /// all ranks begin with rank 0.
+    pub(super) children: Vec<u16>,
+}
+
+/// Where something comes from, seen from one rank of a tree.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Source {
+    Here,
+    Child(u16),
+    Parent(u16),
+}
+
+impl Members {
+    /// The group of these nodes of `cluster`, by rank, of which this process has rank `rank`.
+    pub(crate) fn new(
+        cluster: &Cluster,
+        rank: u16,
+        nodes: Vec<NodeId>,
+        names: Vec<String>,
+    ) -> Result<Self, ClusterError> {
+        let ways = Ways::new(rank, Tree::new(&among(cluster, &nodes)?));
+        Ok(Self { rank, nodes, names, ways })
+    }
+}
+
+impl Ways {
+    fn new(me: u16, tree: Tree) -> Self {
+        let size = tree.workers() as u16;
+        let way = |root: u16| {
+            let route = route(root);
+            let parent = tree.parent(NodeId(me), route).map(|parent| parent.0);
+            let children = tree.children(NodeId(me), route);
+            let mut children: Vec<u16> = children.into_iter().map(|child| child.0).collect();
+            children.sort_unstable_by_key(|child| (*child < me, *child));
+            Way { parent, children }
+        };
+        let ways = (0..size).map(way).collect();
+        Self { me, tree, ways }
+    }
+
+    pub(super) fn size(&self) -> u16 {
+        self.ways.len() as u16
+    }
+
+    /// The number of hosts that ranks are on.
+    pub(super) fn hosts(&self) -> usize {
+        self.tree.workers_by_host().len()
+    }
+
+    /// All ranks but this one, the next one first.
+    pub(super) fn others(&self) -> impl Iterator<Item = u16> + use<> {
+        let (me, size) = (self.me, self.size());
+        (me + 1..size).chain(0..me)
+    }
+
+    /// Whether everything goes straight from the rank that has it to the rank that wants it.
+    pub(super) fn is_flat(&self) -> bool {
+        self.tree.is_flat()
+    }
+
+    /// The way of the slices whose root is `root`, here.
+    pub(super) fn of(&self, root: u16) -> &Way {
+        &self.ways[usize::from(root)]
+    }
+
+    /// Whether `rank` passes on contributions of other ranks to slices of `root`, or is their root.
+    pub(super) fn collects(&self, rank: u16, root: u16) -> bool {
+        self.tree.collects(NodeId(rank), route(root))
+    }
+
+    /// Which neighbour in the tree of `root` something comes from that rank `origin` has.
+    pub(super) fn source(&self, root: u16, origin: u16) -> Source {
+        let mut at = origin;
+        if at == self.me {
+            return Source::Here;
+        }
+        while let Some(parent) = self.tree.parent(NodeId(at), route(root)) {
+            if parent.0 == self.me {
+                return Source::Child(at);
+            }
+            at = parent.0;
+        }
+        // The root's tree has all ranks in it, so only the root has no parent, and the root is
+        // above every rank.
+        self.of(root).parent.map_or(Source::Here, Source::Parent)
+    }
+}
+
+/// The ranks of a group as a cluster of their own. Its hosts and racks are those of `cluster` that
+/// the ranks are in, numbered in the order of their first ranks.
+fn among(cluster: &Cluster, nodes: &[NodeId]) -> Result<Cluster, ClusterError> {
+    let host_of = |node: &NodeId| cluster.hosts().get(node.index()).copied().unwrap_or(node.0);
+    let (hosts, first) = numbered(nodes.iter().map(host_of));
+    let rack_of = |host: &u16| cluster.racks().get(usize::from(*host)).copied().unwrap_or(0);
+    let (racks, _) = numbered(first.iter().map(rack_of));
+    Cluster::new(nodes.len() as u16, Servers::Colocated, 1)?.with_hosts(hosts, racks)
+}
+
+/// The places with new numbers, each new one the next; and by new number, the place's old one.
+fn numbered(places: impl Iterator<Item = u16>) -> (Vec<u16>, Vec<u16>) {
+    let mut known = Vec::new();
+    let mut number = |place: u16| {
+        let at = known.iter().position(|other| *other == place);
+        at.unwrap_or_else(|| {
+            known.push(place);
+            known.len() - 1
+        }) as u16
+    };
+    let numbers = places.map(&mut number).collect();
+    (numbers, known)
+}
+
+fn route(root: u16) -> Route {
+    Route { root: NodeId(root), turn: 0 }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn members(hosts: &[u16], racks: &[u16], nodes: &[u16], rank: u16) -> Members {
+        let cluster = Cluster::new(hosts.len() as u16, Servers::Colocated, 1).unwrap();
+        let cluster = cluster.with_hosts(hosts.to_vec(), racks.to_vec()).unwrap();
+        let nodes = nodes.iter().map(|node| NodeId(*node)).collect();
+        Members::new(&cluster, rank, nodes, Vec::new()).unwrap()
+    }
+
+    /// Two hosts of four nodes. A group has three nodes of the second host and one of the first.
+    #[test]
+    fn a_subgroup_has_a_tree_of_its_own_ranks() {
+        let hosts = [0, 0, 0, 0, 1, 1, 1, 1];
+        let nodes = [6, 4, 2, 7];
+        let ways = |rank| members(&hosts, &[], &nodes, rank).ways;
+        let way = |parent, children: &[u16]| Way { parent, children: children.to_vec() };
+        // Rank 2 is alone on its host. Its slice is collected by the first rank of the other host.
+        assert_eq!(*ways(2).of(2), way(None, &[0]));
+        assert_eq!(*ways(0).of(2), way(Some(2), &[1, 3]));
+        assert_eq!(*ways(3).of(2), way(Some(0), &[]));
+        assert_eq!(*ways(1).of(1), way(None, &[2, 3, 0]));
+        assert!(!ways(0).is_flat());
+        assert!(ways(1).collects(0, 2) && !ways(1).collects(3, 2));
+        // Two of one host, and one node of each host, are flat.
+        assert!(members(&hosts, &[], &[5, 4], 0).ways.is_flat());
+        assert!(members(&hosts, &[], &[5, 1], 0).ways.is_flat());
+    }
+
+    #[test]
+    fn racks_are_numbered_by_the_groups_own_hosts() {
+        let hosts = [0, 1, 2, 3, 4];
+        let racks = [0, 1, 1, 2, 2];
+        // Ranks 0 and 1 are in one rack, rank 2 in another.
+        let ways = members(&hosts, &racks, &[4, 3, 1], 1).ways;
+        assert!(!ways.is_flat());
+        assert_eq!(*ways.of(2), Way { parent: Some(0), children: vec![] });
+    }
+
+    /// Whatever comes from a rank reaches every rank, from one neighbour each.
+    #[test]
+    fn the_sources_of_something_make_a_tree_of_its_own() {
+        let hosts = [0, 0, 0, 1, 2, 2, 2, 2];
+        let nodes: Vec<u16> = (0..8).collect();
+        let all: Vec<Ways> = (0..8).map(|rank| members(&hosts, &[], &nodes, rank).ways).collect();
+        for (root, origin) in (0..8).flat_map(|root| (0..8).map(move |origin| (root, origin))) {
+            for ways in &all {
+                let (mut at, mut steps) = (ways.me, 0);
+                while let Source::Child(next) | Source::Parent(next) =
+                    all[usize::from(at)].source(root, origin)
+                {
+                    at = next;
+                    steps += 1;
+                    assert!(steps <= 4, "from {} to {origin} by {root}", ways.me);
+                }
+                assert_eq!(at, origin);
+            }
+        }
+    }
+}
