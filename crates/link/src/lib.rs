@@ -91,6 +91,12 @@ pub trait Link: Send {
         Ok(())
     }
 
+    /// The way to the other end is short, so what is lost may be sent again after milliseconds. Both
+    /// ends must say so. False if the system cannot do it, or if nothing is ever lost.
+    fn expect_answers_soon(&mut self) -> bool {
+        false
+    }
+
     /// The shortest time that bytes took to the other end and back, where that is known.
     fn round_trip(&self) -> Option<Duration> {
         None

@@ -282,6 +282,10 @@ impl Link for SocketLink {
         }
     }
 
+    fn expect_answers_soon(&mut self) -> bool {
+        self.carrier == Carrier::Tcp && window::expect_answers_soon(&self.socket)
+    }
+
     fn round_trip(&self) -> Option<Duration> {
         (self.carrier == Carrier::Tcp).then(|| window::round_trip(&self.socket)).flatten()
     }

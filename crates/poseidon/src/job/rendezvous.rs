@@ -351,6 +351,9 @@ impl Opening<'_> {
                 true => poseidon_core::port::window(count, shares, rate),
                 false => SOCKET_BUFFER,
             };
+            if away(node) && !is_long && !link.expect_answers_soon() {
+                tracing::debug!(%node, "what is lost is sent again after the system's 200 ms");
+            }
             if let Err(error) = link.widen(bytes) {
                 tracing::debug!(%node, %error, "a receive window stays as it is");
             }
