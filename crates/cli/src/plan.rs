@@ -175,6 +175,8 @@ fn bottleneck(bottleneck: Bottleneck) -> &'static str {
         Bottleneck::Compute => "compute",
         Bottleneck::Egress(_) => "egress",
         Bottleneck::Ingress(_) => "ingress",
+        Bottleneck::Rack(_) => "rack",
+        Bottleneck::Memory(_) => "memory",
         Bottleneck::Latency => "latency",
         Bottleneck::Rebuild => "rebuild",
     }
