@@ -43,7 +43,12 @@ pub fn simulate(setup: &Setup) -> Result<Outcome, Error> {
     let ports: Vec<Carried> = ports.into_iter().map(per_step).collect();
     let racks = engine.fabric.rack_bytes().iter();
     let racks = racks.map(|&[sent, received]| per_step(Carried { sent, received })).collect();
-    let links = Links { ports, racks, memory: busiest_memory(&engine, steps) };
+    let shared = engine.facts.hosts.is_some();
+    let memory = setup.cluster.node_ids().filter(|_| shared).map(|node| {
+        let [sent, received] = engine.fabric.memory_bytes(node.index());
+        per_step(Carried { sent, received })
+    });
+    let links = Links { ports, racks, memory: memory.collect() };
     let (bottleneck, reason) = match &halt {
         Some(halt) => {
             let failed: Vec<_> = halt.failed.iter().map(|n| setup.cluster.name(*n)).collect();
@@ -70,6 +75,7 @@ pub fn simulate(setup: &Setup) -> Result<Outcome, Error> {
         bytes_sent,
         bytes_received,
         ports: links.ports,
+        memory: links.memory,
         racks: links.racks,
         drops: engine.fabric.drops(),
         timeline: engine.timeline.iter().map(relative).collect(),
@@ -130,17 +136,8 @@ struct Links {
     ports: Vec<Carried>,
     /// By rack.
     racks: Vec<Carried>,
-    /// The node that exchanged most with others of its host, and how many bytes one way.
-    memory: (NodeId, u64),
-}
-
-fn busiest_memory(engine: &Engine<'_>, steps: u64) -> (NodeId, u64) {
-    let bytes = |node: NodeId| {
-        let [sent, received] = engine.fabric.memory_bytes(node.index());
-        sent.max(received) / steps
-    };
-    let nodes = engine.setup.cluster.node_ids().map(|node| (node, bytes(node)));
-    nodes.max_by_key(|&(node, bytes)| (bytes, Reverse(node))).unwrap_or((NodeId(0), 0))
+    /// By node, if nodes share hosts.
+    memory: Vec<Carried>,
 }
 
 /// Below this share of a step, waiting is not what is worth changing.
@@ -215,11 +212,13 @@ fn busiest(setup: &Setup, links: &Links) -> Busy {
             busy = Busy { what, who: format!("rack {number}"), does, bytes: rack.most(), seconds };
         }
     }
-    let (node, bytes) = links.memory;
-    let seconds = bytes as f64 / network.memory.rate;
-    if seconds > busy.seconds {
-        let (what, who) = (Bottleneck::Memory(node), setup.cluster.name(node));
-        busy = Busy { what, who, does: "exchanges with its host", bytes, seconds };
+    for (memory, node) in links.memory.iter().zip(setup.cluster.node_ids()) {
+        let seconds = memory.most() as f64 / network.memory.rate;
+        if seconds > busy.seconds {
+            let (what, who) = (Bottleneck::Memory(node), setup.cluster.name(node));
+            let does = "exchanges with the others of its host";
+            busy = Busy { what, who, does, bytes: memory.most(), seconds };
+        }
     }
     busy
 }

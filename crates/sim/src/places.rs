@@ -14,6 +14,16 @@ pub struct Places {
 }
 
 impl Places {
+    /// Where the nodes of `cluster` are, if all its hosts are alike.
+    pub fn of(cluster: &Cluster) -> Self {
+        let first = |numbers: &[u16]| numbers.iter().filter(|number| **number == 0).count() as u16;
+        let racks = cluster.racks();
+        Self {
+            ranks_per_host: first(cluster.hosts()).max(1),
+            hosts_per_rack: (!racks.is_empty()).then(|| first(racks)),
+        }
+    }
+
     /// How many hosts `cluster` takes.
     pub fn hosts(&self, cluster: &Cluster) -> usize {
         let ranks = usize::from(self.ranks_per_host.max(1));
@@ -34,5 +44,24 @@ impl Places {
         let placed = cluster.with_hosts(hosts, racks);
         placed
             .expect("every node has a host and every host a rack, and each new number is the next")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use poseidon_core::Servers;
+
+    #[test]
+    fn hosts_are_filled_one_after_the_other_and_servers_have_their_own() {
+        let cluster = Cluster::new(5, Servers::Mixed(2), 1).unwrap();
+        let places = Places { ranks_per_host: 2, hosts_per_rack: Some(3) };
+        let placed = places.place(cluster.clone());
+        assert_eq!(placed.hosts(), [0, 0, 1, 1, 2, 3, 4]);
+        assert_eq!(placed.racks(), [0, 0, 0, 1, 1]);
+        assert_eq!((Places::of(&placed), places.hosts(&cluster)), (places, 5));
+        let alone = Places { ranks_per_host: 1, hosts_per_rack: None };
+        assert_eq!(alone.place(cluster.clone()), cluster);
+        assert_eq!(Places::of(&cluster), alone);
     }
 }

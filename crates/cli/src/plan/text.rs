@@ -1,10 +1,12 @@
 //! The plan in the terminal.
 
 use super::forecast::{Beyond, Forecast, Point};
+use super::links::LinkUse;
 use super::{Bandwidth, Question, bottleneck, fold};
 use crate::report::units;
 use crate::terminal::{Paint, printable, table, terminal_width};
 use poseidon_core::{Cluster, Servers};
+use poseidon_sim::Places;
 use std::io;
 use std::path::Path;
 
@@ -63,7 +65,12 @@ pub(super) fn basis(question: &Question) -> String {
 
 /// The machines there have to be.
 pub(super) fn machines(cluster: &Cluster) -> String {
-    let workers = units::plural(cluster.workers() as u64, "worker");
+    let places = Places::of(cluster);
+    let mut workers = units::plural(cluster.workers() as u64, "worker");
+    if places.ranks_per_host > 1 {
+        let hosts = cluster.workers().div_ceil(places.ranks_per_host.into()) as u64;
+        workers += &format!(" on {}", units::plural(hosts, "host"));
+    }
     match cluster.servers() {
         Servers::Colocated => format!("{workers} that are servers too"),
         Servers::Dedicated(n) => format!("{workers} and {}", units::plural(n.into(), "server")),
@@ -102,6 +109,7 @@ fn facts(forecast: &Forecast) -> Vec<(&'static str, String)> {
             format!("{}: {}", bottleneck(outcome.bottleneck), printable(&outcome.reason)),
         ),
     ];
+    facts.extend(links(forecast));
     if let Some(beyond) = beyond {
         let enough = match beyond.enough {
             Some(bandwidth) => {
@@ -124,6 +132,21 @@ fn facts(forecast: &Forecast) -> Vec<(&'static str, String)> {
         };
         facts.push(("search", found));
     }
+    facts
+}
+
+/// What passes ports, memory and racks' links, where these are not simply what nodes send.
+pub(super) fn links(forecast: &Forecast) -> Vec<(&'static str, String)> {
+    let Forecast { setup, outcome, racks, .. } = forecast;
+    let memory = LinkUse::of_memory(setup, outcome);
+    let rack = LinkUse::of_rack(setup, outcome);
+    let mut facts = Vec::new();
+    if memory.is_some() || rack.is_some() {
+        facts.push(("port", LinkUse::of_port(setup, outcome).words("a host")));
+    }
+    facts.extend(memory.map(|memory| ("memory", memory.words("a worker"))));
+    facts.extend(rack.map(|rack| ("rack link", rack.words("a rack"))));
+    facts.extend(racks.as_ref().map(|racks| ("racks", racks.words())));
     facts
 }
 
