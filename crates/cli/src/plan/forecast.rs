@@ -71,15 +71,9 @@ pub(crate) struct Point {
 
 impl Forecast {
     pub(crate) fn new(question: &Question, effort: Effort) -> Result<Self, Error> {
-        let mut setup = question.setup.clone();
-        let mut outcome = simulate(&setup)?;
-        let mut racks = None;
-        if let Some((choice, better)) = racks::choose(&setup, &outcome)? {
-            racks = Some(choice);
-            if let Some(better) = better {
-                (setup, outcome) = better;
-            }
-        }
+        let setup = question.setup.clone();
+        let outcome = simulate(&setup)?;
+        let (mut setup, mut outcome, racks) = racks::choose(setup, outcome)?;
         let mut found = None;
         if effort.search {
             let better = search::search(&setup, &outcome)?;

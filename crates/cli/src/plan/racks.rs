@@ -28,25 +28,26 @@ pub(crate) struct RackChoice {
     pub(crate) reason: String,
 }
 
-/// Simulates `setup`, whose outcome without sums inside racks is `flat`, also with them. Returns what
-/// pays and, if it is with them, that setup and its outcome. `None` if there are no racks of several
-/// hosts.
+/// Simulates `setup`, whose outcome without sums inside racks is `flat`, also with them. Returns the
+/// faster of both and its outcome, and why it is that, if there are racks of several hosts.
 pub(super) fn choose(
-    setup: &Setup,
-    flat: &Outcome,
-) -> Result<Option<(RackChoice, Option<(Setup, Outcome)>)>, Error> {
+    setup: Setup,
+    flat: Outcome,
+) -> Result<(Setup, Outcome, Option<RackChoice>), Error> {
     let Some(racks) = setup.network.racks.filter(|racks| racks.hosts_per_rack > 1) else {
-        return Ok(None);
+        return Ok((setup, flat, None));
     };
-    let Some(link_flat) = LinkUse::of_rack(setup, flat) else { return Ok(None) };
+    let Some(link_flat) = LinkUse::of_rack(&setup, &flat) else { return Ok((setup, flat, None)) };
     let places =
         Places { hosts_per_rack: Some(racks.hosts_per_rack as u16), ..Places::of(&setup.cluster) };
     let named = Setup { cluster: places.place(setup.cluster.clone()), ..setup.clone() };
     let inside = simulate(&named)?;
-    let Some(link_inside) = LinkUse::of_rack(&named, &inside) else { return Ok(None) };
+    let Some(link_inside) = LinkUse::of_rack(&named, &inside) else {
+        return Ok((setup, flat, None));
+    };
     let adds_up_inside = inside.iteration_seconds < flat.iteration_seconds * (1.0 - WORTH);
     let [port_flat, port_inside] =
-        [LinkUse::of_port(setup, flat), LinkUse::of_port(&named, &inside)];
+        [LinkUse::of_port(&setup, &flat), LinkUse::of_port(&named, &inside)];
     let uses = format!(
         "a rack's link is in use for {} of a step with it and {} without, a host's port for {} and {}",
         units::duration(link_inside.seconds),
@@ -72,7 +73,8 @@ pub(super) fn choose(
         link_flat,
         reason,
     };
-    Ok(Some((choice, adds_up_inside.then_some((named, inside)))))
+    let (setup, outcome) = if adds_up_inside { (named, inside) } else { (setup, flat) };
+    Ok((setup, outcome, Some(choice)))
 }
 
 impl RackChoice {
