@@ -154,7 +154,12 @@ fn text_shows_what_passes_ports_memory_and_racks() {
         plan(folder.path(), &format!("{job} --racks 2 --oversubscription 4 --report plan.html"));
     assert!(output.status.success(), "{output:?}");
     let text = String::from_utf8(output.stdout).unwrap();
-    for words in ["8 workers on 4 hosts", "out of a host", "out of a worker", "out of a rack"] {
+    for words in [
+        "8 workers that are servers too on 4 hosts",
+        "out of a host",
+        "out of a worker",
+        "out of a rack",
+    ] {
         assert!(text.contains(words), "'{words}' is not in:\n{text}");
     }
     assert!(text.contains("adding up inside racks pays"), "{text}");

@@ -91,7 +91,7 @@ fn summary(question: &Question, forecast: &Forecast) -> String {
         None => {}
     }
     if let Some(racks) = &forecast.racks {
-        let _ = write!(text, " Hosts in racks: {}.", racks.words());
+        let _ = write!(text, " Hosts in racks: {}; {}.", racks.words(), racks.reason);
     }
     if let Some(found) = forecast.found.as_ref().filter(|found| !found.changes.is_empty()) {
         let _ = write!(

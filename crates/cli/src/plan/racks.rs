@@ -78,14 +78,13 @@ pub(super) fn choose(
 }
 
 impl RackChoice {
-    /// For people: what adding up inside racks does.
+    /// For people: whether adding up inside racks pays. [`reason`](Self::reason) says why.
     pub(crate) fn words(&self) -> String {
         format!(
-            "adding up inside racks {}: a step takes {} with it and {} without; {}",
+            "adding up inside racks {}: a step takes {} with it and {} without",
             if self.adds_up_inside { "pays" } else { "does not pay" },
             units::duration(self.iteration_seconds_inside),
             units::duration(self.iteration_seconds_flat),
-            self.reason,
         )
     }
 }

@@ -65,17 +65,20 @@ pub(super) fn basis(question: &Question) -> String {
 
 /// The machines there have to be.
 pub(super) fn machines(cluster: &Cluster) -> String {
-    let places = Places::of(cluster);
-    let mut workers = units::plural(cluster.workers() as u64, "worker");
-    if places.ranks_per_host > 1 {
-        let hosts = cluster.workers().div_ceil(places.ranks_per_host.into()) as u64;
-        workers += &format!(" on {}", units::plural(hosts, "host"));
-    }
+    let workers = units::plural(cluster.workers() as u64, "worker");
+    let ranks = usize::from(Places::of(cluster).ranks_per_host);
+    let hosts = match ranks {
+        1 => String::new(),
+        _ => format!(" on {}", units::plural(cluster.workers().div_ceil(ranks) as u64, "host")),
+    };
     match cluster.servers() {
-        Servers::Colocated => format!("{workers} that are servers too"),
-        Servers::Dedicated(n) => format!("{workers} and {}", units::plural(n.into(), "server")),
+        Servers::Colocated => format!("{workers} that are servers too{hosts}"),
+        Servers::Dedicated(n) => {
+            format!("{workers}{hosts} and {}", units::plural(n.into(), "server"))
+        }
         Servers::Mixed(n) => {
-            format!("{workers} that are servers too and {}", units::plural(n.into(), "server"))
+            let servers = units::plural(n.into(), "server");
+            format!("{workers} that are servers too{hosts} and {servers}")
         }
     }
 }
@@ -146,7 +149,9 @@ pub(super) fn links(forecast: &Forecast) -> Vec<(&'static str, String)> {
     }
     facts.extend(memory.map(|memory| ("memory", memory.words("a worker"))));
     facts.extend(rack.map(|rack| ("rack link", rack.words("a rack"))));
-    facts.extend(racks.as_ref().map(|racks| ("racks", racks.words())));
+    if let Some(racks) = racks {
+        facts.extend([("racks", racks.words()), ("", racks.reason.clone())]);
+    }
     facts
 }
 
