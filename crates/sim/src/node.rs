@@ -81,9 +81,8 @@ impl JobFacts<'_> {
     /// The nodes that have what goes along `route` from `node`.
     fn children(&self, node: NodeId, route: Route) -> Peers {
         match &self.flat {
-            // Then what is asked for is what the root sends.
-            Some(_) if route.root == node => self.workers_but(node),
-            Some(_) => Peers::none(self.cluster.nodes()),
+            // Only the root sends.
+            Some(_) => self.workers_but(node),
             None => self.peers(&self.plan.tree().children(node, route)),
         }
     }
@@ -118,8 +117,12 @@ impl JobFacts<'_> {
     ) -> u32 {
         let host = self.hosts.as_ref().map(|hosts| &hosts[self.plan.tree().host(from) as usize]);
         let near = host.map(|host| peers.take(host));
-        let all = std::iter::once(peers).chain(near).filter(|peers| !peers.is_empty());
-        all.map(|peers| sink(Multicast { frame, parts: parts.cloned(), peers })).count() as u32
+        let mut count = 0;
+        for peers in [Some(peers), near].into_iter().flatten().filter(|peers| !peers.is_empty()) {
+            sink(Multicast { frame, parts: parts.cloned(), peers });
+            count += 1;
+        }
+        count
     }
 }
 
