@@ -33,8 +33,9 @@ use std::process::ExitCode;
 /// an iteration takes, how much of it workers wait, what limits them, how much bandwidth would be
 /// enough, and what would help most. Nothing is sent or computed.
 ///
-/// Where hosts have several workers (--ranks-per-host) or stand in racks (--racks), it also says what
-/// passes a host's port, its memory and a rack's link, and whether adding up inside racks pays.
+/// Where hosts have several workers (--ranks-per-host) or stand in racks (--racks), it also says
+/// what passes a host's port, its memory and a rack's link, and whether adding up inside racks
+/// pays.
 #[derive(clap::Args, Clone, Debug)]
 #[command(after_help = examples())]
 pub(crate) struct Args {
@@ -123,8 +124,8 @@ struct Answer<'a> {
     ranks_per_host: u16,
     /// The busiest port of a host.
     port: LinkUse,
-    /// What the busiest node exchanges with others of its host. `null` if every node has a host of its
-    /// own.
+    /// What the busiest node exchanges with others of its host. `null` if every node has a host of
+    /// its own.
     memory: Option<LinkUse>,
     /// The busiest link between a rack and the others. `null` if there are no racks.
     rack_link: Option<LinkUse>,

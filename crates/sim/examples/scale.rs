@@ -2,9 +2,9 @@
 //!
 //! Run: cargo run -p poseidon-sim --example scale -- 4 8
 //!
-//! The arguments are numbers of nodes; without any, 64 to 1,024. `1024:4:8` is 1,024 nodes, 4 on a host, 8
-//! hosts in a rack, whose links are oversubscribed four times. For figures that mean something add
-//! `--release`.
+//! The arguments are numbers of nodes; without any, 64 to 1,024. `1024:4:8` is 1,024 nodes, 4 on a
+//! host, 8 hosts in a rack, whose links are oversubscribed four times. For figures that mean
+//! something add `--release`.
 
 #[path = "../tests/support/mod.rs"]
 mod support;

@@ -8,8 +8,8 @@
 //! again.
 //!
 //! The nodes of a host share its port: each has a segment in hand, and the port takes them in turn.
-//! Between them there is memory, which every node uses at a rate of its own, beside the port. Between
-//! racks there are links, one out of and one into every rack.
+//! Between them there is memory, which every node uses at a rate of its own, beside the port.
+//! Between racks there are links, one out of and one into every rack.
 
 use crate::calendar::{Calendar, Event, Time};
 use crate::connection::Timer;
@@ -39,8 +39,8 @@ pub(crate) struct Fabric {
     nodes: usize,
     /// The nodes' ends: of the network, and behind these, where nodes share hosts, of memory.
     ends: Vec<End>,
-    /// When a line is free, out and in. The lines are the hosts' ports, and behind these, where nodes
-    /// share hosts, every node's part in its host's memory.
+    /// When a line is free, out and in. The lines are the hosts' ports, and behind these, where
+    /// nodes share hosts, every node's part in its host's memory.
     lines: Vec<[Time; 2]>,
     tree: Tree,
     alive: Vec<bool>,
@@ -164,8 +164,8 @@ impl Fabric {
         }
     }
 
-    /// Queues a frame for each peer of a multicast. All peers are on the host of `from`, or none is.
-    /// Nothing moves before [`pump`](Self::pump).
+    /// Queues a frame for each peer of a multicast. All peers are on the host of `from`, or none
+    /// is. Nothing moves before [`pump`](Self::pump).
     pub(crate) fn enqueue(&mut self, from: NodeId, multicast: Multicast) {
         let Some(first) = multicast.peers.iter().next() else { return };
         let end = self.end(from, NodeId(first as u16));

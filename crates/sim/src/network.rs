@@ -40,8 +40,8 @@ pub enum Duplex {
     Shared,
 }
 
-/// Hosts in racks. Every rack has a link to the others, which carries what its ports carry together,
-/// over the oversubscription.
+/// Hosts in racks. Every rack has a link to the others, which carries what its ports carry
+/// together, over the oversubscription.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Racks {
     /// Hosts `0..n` are in the first rack, and so on.
@@ -120,12 +120,12 @@ impl Default for Memory {
     }
 }
 
-/// What a lane with a core of its own reaches: `poseidon bench exchange -n 2 --link auto --bytes 100MB`
-/// took 40 ms on two cores of 2026, in which every node sent and received 105 MB. Nodes that share cores
-/// reach less.
+/// What a lane with a core of its own reaches: `poseidon bench exchange -n 2 --link auto --bytes
+/// 100MB` took 40 ms on two cores of 2026, in which every node sent and received 105 MB. Nodes that
+/// share cores reach less.
 const MEMORY_RATE: f64 = 2.5e9;
-/// Half of what `poseidon bench exchange -n 2 --link auto --bytes 4KB` took there, 22 us: a chunk goes to
-/// its server and back.
+/// Half of what `poseidon bench exchange -n 2 --link auto --bytes 4KB` took there, 22 us: a chunk
+/// goes to its server and back.
 const MEMORY_LATENCY: Duration = Duration::from_micros(10);
 
 /// 1448 bytes of every 1538 on the wire are a TCP segment's payload.

@@ -92,8 +92,8 @@ impl JobFacts<'_> {
         self.plan.factors(frame.chunk.layer)?.route(frame.chunk.index)
     }
 
-    /// What has come to `node` goes on along `route` to the nodes that have it from this one. Returns
-    /// the number of multicasts. Links read them from the worker's memory.
+    /// What has come to `node` goes on along `route` to the nodes that have it from this one.
+    /// Returns the number of multicasts. Links read them from the worker's memory.
     fn pass_on(
         &self,
         node: NodeId,
@@ -106,8 +106,8 @@ impl JobFacts<'_> {
         self.multicast(node, (frame, None), self.children(node, route), sink)
     }
 
-    /// Gives `sink` what `from` sends to `peers`: a multicast for the peers on other hosts, and one for
-    /// those on its own, whom it reaches through memory. Returns the number of multicasts.
+    /// Gives `sink` what `from` sends to `peers`: a multicast for the peers on other hosts, and one
+    /// for those on its own, whom it reaches through memory. Returns the number of multicasts.
     fn multicast(
         &self,
         from: NodeId,
@@ -320,8 +320,8 @@ impl Node {
         self.completed.extend(store.handle_contributed(contribution, None));
     }
 
-    /// Sends on what is complete: sums to the node above, results to those who have contributed. True
-    /// if a layer of this node's worker is back by it.
+    /// Sends on what is complete: sums to the node above, results to those who have contributed.
+    /// True if a layer of this node's worker is back by it.
     fn poll_completed(&mut self, facts: &JobFacts<'_>, sink: &mut FrameSink<'_>) -> bool {
         let mut back = false;
         while let Some(Completed { key, clock, way, result }) = self.completed.pop() {
@@ -379,8 +379,8 @@ impl Tracked {
 }
 
 impl Flat {
-    /// What the workers of `plan` share. `payload` says of a layer how many bytes a chunk of it has on
-    /// the way to its server, if these are not the gradient.
+    /// What the workers of `plan` share. `payload` says of a layer how many bytes a chunk of it has
+    /// on the way to its server, if these are not the gradient.
     pub(crate) fn new(
         plan: &Plan,
         cluster: &Cluster,

@@ -27,9 +27,9 @@ pub(crate) struct Outbox {
     /// The multicasts that wait for any peer, by their order. Each multicast knows the next one, so
     /// this map is searched only when a multicast comes or goes.
     waiting: BTreeMap<u64, MulticastId>,
-    /// The multicasts that wait only for peers that are far behind, and those that ever were for one
-    /// peer, by peer and order. In `waiting` every other peer would have to pass over them each time it
-    /// looks for its next one.
+    /// The multicasts that wait only for peers that are far behind, and those that ever were for
+    /// one peer, by peer and order. In `waiting` every other peer would have to pass over them each
+    /// time it looks for its next one.
     late: BTreeMap<(u16, u64), MulticastId>,
 }
 

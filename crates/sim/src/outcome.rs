@@ -22,8 +22,8 @@ pub struct Outcome {
     pub bytes_received: Vec<u64>,
     /// By host: what passed its port in one step.
     pub ports: Vec<Carried>,
-    /// By node: what it exchanged with others of its host in one step, through memory. Empty if every
-    /// node has a host of its own.
+    /// By node: what it exchanged with others of its host in one step, through memory. Empty if
+    /// every node has a host of its own.
     pub memory: Vec<Carried>,
     /// By rack: what passed its link to the others in one step. Empty if the network has no racks.
     pub racks: Vec<Carried>,

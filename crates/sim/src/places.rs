@@ -2,14 +2,14 @@
 
 use poseidon_core::Cluster;
 
-/// Where nodes are. Workers fill host after host, and hosts fill rack after rack. Dedicated servers have
-/// hosts of their own, after those of the workers.
+/// Where nodes are. Workers fill host after host, and hosts fill rack after rack. Dedicated servers
+/// have hosts of their own, after those of the workers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Places {
     /// Workers of a host; the last may have fewer.
     pub ranks_per_host: u16,
-    /// Hosts of a rack in which sums are made; the last may have fewer. `None` if sums are made inside
-    /// hosts only.
+    /// Hosts of a rack in which sums are made; the last may have fewer. `None` if sums are made
+    /// inside hosts only.
     pub hosts_per_rack: Option<u16>,
 }
 

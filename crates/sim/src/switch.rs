@@ -208,8 +208,8 @@ impl Queues {
     }
 }
 
-/// How many bytes a node may send to a peer at once, with `unlanded` bytes under way, where nothing is
-/// dropped.
+/// How many bytes a node may send to a peer at once, with `unlanded` bytes under way, where nothing
+/// is dropped.
 pub(crate) fn room(unlanded: u32) -> u32 {
     if unlanded < WINDOW { SEGMENT } else { 0 }
 }

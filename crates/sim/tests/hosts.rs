@@ -98,7 +98,8 @@ fn a_hosts_port_carries_what_it_carries_for_one_worker() {
             let cluster = placed((hosts * ranks, Servers::Colocated), ranks, None);
             let shared = run(&exchange(cluster, 10 << 20));
             for (one, many) in alone.ports.iter().zip(&shared.ports) {
-                // Frames are as many or shorter and more: headers, and chunks that do not come out even.
+                // Frames are as many or shorter and more: headers, and chunks that do not come out
+                // even.
                 near(many.sent as f64, one.sent as f64, 0.01);
                 near(many.received as f64, one.received as f64, 0.01);
             }

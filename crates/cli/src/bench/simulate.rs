@@ -29,8 +29,8 @@ pub(crate) struct Args {
     nodes: u16,
 
     /// Nodes of one host, which share its port and reach each other through memory, as with
-    /// 'RANKS=4 bench/vcluster.sh all'. --nodes stays the number of all nodes; the last host may have
-    /// fewer. What memory carries is that of nodes with a core each: nodes that share cores are slower.
+    /// 'poseidon lab --ranks'. --nodes stays the number of all nodes; the last host may have fewer.
+    /// What memory carries is that of nodes with a core each: nodes that share cores are slower.
     #[arg(long, value_name = "R", default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..))]
     ranks_per_host: u16,
 

@@ -158,7 +158,8 @@ fn by_workers(setup: &Setup) -> Result<Vec<Point>, Error> {
     points(setups.collect(), |setup| setup.cluster.workers() as f64)
 }
 
-/// `cluster` with `workers` workers on hosts of the same size, and with as many dedicated servers for each as before.
+/// `cluster` with `workers` workers on hosts of the same size, and with as many dedicated servers
+/// for each as before.
 fn resized(cluster: &Cluster, workers: usize) -> Option<Cluster> {
     let share =
         |extra: u16| (usize::from(extra) * workers).div_ceil(cluster.workers()).max(1) as u16;

@@ -48,9 +48,10 @@ pub(crate) struct Flags {
     #[arg(long, value_name = "colocated|M|colocated+M|dedicated:M", help_heading = CLUSTER)]
     servers: Option<String>,
 
-    /// Workers of one host. They reach each other through memory and share the host's port: what they
-    /// contribute is added up inside the host, and one stream per chunk leaves it. --workers stays the
-    /// number of all workers. The last host may have fewer. Dedicated servers have hosts of their own.
+    /// Workers of one host. They reach each other through memory and share the host's port: what
+    /// they contribute is added up inside the host, and one stream per chunk leaves it. --workers
+    /// stays the number of all workers. The last host may have fewer. Dedicated servers have hosts
+    /// of their own.
     #[arg(long, value_name = "R", default_value = "1", value_parser = positive, help_heading = CLUSTER)]
     ranks_per_host: usize,
 
@@ -72,19 +73,20 @@ pub(crate) struct Flags {
     #[arg(long, value_name = "TIME", value_parser = duration, allow_hyphen_values = true, help_heading = NETWORK)]
     latency: Option<Duration>,
 
-    /// Racks of equally many hosts. Between a rack and the others there is one link each way, of the
-    /// rate of the rack's ports together, divided by --oversubscription. The plan says whether adding
-    /// up inside racks pays (which a job does if its nodes say --rack) [default: one switch for all].
+    /// Racks of equally many hosts. Between a rack and the others there is one link each way, of
+    /// the rate of the rack's ports together, divided by --oversubscription. The plan says whether
+    /// adding up inside racks pays (which a job does if its nodes say --rack) [default: one switch
+    /// for all].
     #[arg(long, value_name = "N", value_parser = positive, help_heading = NETWORK)]
     racks: Option<usize>,
 
-    /// How many times more the ports of a rack carry than its link to the other racks: 1 is a network
-    /// without a bottleneck between racks, 4 or 8 is common.
+    /// How many times more the ports of a rack carry than its link to the other racks: 1 is a
+    /// network without a bottleneck between racks, 4 or 8 is common.
     #[arg(long, value_name = "X", default_value = "1", requires = "racks", allow_hyphen_values = true, help_heading = NETWORK)]
     oversubscription: f64,
 
-    /// What the switch's port holds for a host before it drops: 256kb, 2mb (powers of 1024) [default:
-    /// everything].
+    /// What the switch's port holds for a host before it drops: 256kb, 2mb (powers of 1024)
+    /// [default: everything].
     #[arg(long, value_name = "SIZE", value_parser = queue, help_heading = NETWORK)]
     queue: Option<u64>,
 

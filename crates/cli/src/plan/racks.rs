@@ -1,11 +1,11 @@
 //! Whether sums are made inside racks.
 //!
-//! By bytes it costs a host's port nothing where every host holds as much as any other. With H hosts, h to a rack in R racks, a port carries
-//! 2 (H - 1) / H layers each way, with and without. A rack's link carries 2 (R - 1) / R layers with it,
-//! and h times as many without. So it helps where the racks' links are what a step waits for, which
-//! needs an oversubscription above 1. Elsewhere it only adds a hop, unless a model has so few chunks
-//! that some hosts serve all others: they have fewer to serve then. Both are simulated, and the faster one
-//! is the plan.
+//! By bytes it costs a host's port nothing where every host holds as much as any other. With H
+//! hosts, h to a rack in R racks, a port carries 2 (H - 1) / H layers each way, with and without. A
+//! rack's link carries 2 (R - 1) / R layers with it, and h times as many without. So it helps where
+//! the racks' links are what a step waits for, which needs an oversubscription above 1. Elsewhere
+//! it only adds a hop, unless a model has so few chunks that some hosts serve all others: they have
+//! fewer to serve then. Both are simulated, and the faster one is the plan.
 
 use super::links::LinkUse;
 use crate::report::units;
@@ -28,8 +28,8 @@ pub(crate) struct RackChoice {
     pub(crate) reason: String,
 }
 
-/// Simulates `setup`, whose outcome without sums inside racks is `flat`, also with them. Returns the
-/// faster of both and its outcome, and why it is that, if there are racks of several hosts.
+/// Simulates `setup`, whose outcome without sums inside racks is `flat`, also with them. Returns
+/// the faster of both and its outcome, and why it is that, if there are racks of several hosts.
 pub(super) fn choose(
     setup: Setup,
     flat: Outcome,
