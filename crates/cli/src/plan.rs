@@ -4,8 +4,10 @@ mod advice;
 mod described;
 mod fold;
 mod forecast;
+mod links;
 mod page;
 mod question;
+mod racks;
 mod search;
 mod text;
 
@@ -16,8 +18,10 @@ use crate::bandwidth::Bandwidth;
 use crate::report::write_whole;
 use anyhow::Context;
 use forecast::{Effort, Forecast, LayerForecast};
-use poseidon_sim::Bottleneck;
+use links::LinkUse;
+use poseidon_sim::{Bottleneck, Places};
 use question::Flags;
+use racks::RackChoice;
 use serde::Serialize;
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
@@ -28,6 +32,10 @@ use std::process::ExitCode;
 /// Simulates the job, with the same code that would run it: which layer goes how and why, how long
 /// an iteration takes, how much of it workers wait, what limits them, how much bandwidth would be
 /// enough, and what would help most. Nothing is sent or computed.
+///
+/// Where hosts have several workers (--ranks-per-host) or stand in racks (--racks), it also says
+/// what passes a host's port, its memory and a rack's link, and whether adding up inside racks
+/// pays.
 #[derive(clap::Args, Clone, Debug)]
 #[command(after_help = examples())]
 pub(crate) struct Args {
@@ -112,6 +120,17 @@ struct Answer<'a> {
     /// `null` if no bandwidth suffices, or if it was not asked for.
     min_bandwidth_95: Option<f64>,
     bytes_sent_busiest_node: u64,
+    hosts: usize,
+    ranks_per_host: u16,
+    /// The busiest port of a host.
+    port: LinkUse,
+    /// What the busiest node exchanges with others of its host. `null` if every node has a host of
+    /// its own.
+    memory: Option<LinkUse>,
+    /// The busiest link between a rack and the others. `null` if there are no racks.
+    rack_link: Option<LinkUse>,
+    /// Whether sums are made inside racks. `null` if there are no racks.
+    racks: Option<&'a RackChoice>,
     layers: &'a [LayerForecast],
     advice: &'a [advice::Advice],
     by_workers: &'a [forecast::Point],
@@ -131,7 +150,8 @@ struct Searched<'a> {
 
 impl<'a> Answer<'a> {
     fn new(question: &'a Question, forecast: &'a Forecast) -> Self {
-        let Forecast { setup, outcome, layers, beyond, found } = forecast;
+        let Forecast { setup, outcome, layers, racks, beyond, found } = forecast;
+        let places = Places::of(&setup.cluster);
         let search = found.as_ref().map(|found| Searched {
             formula_seconds: found.formula_seconds,
             iteration_seconds: outcome.iteration_seconds,
@@ -160,6 +180,12 @@ impl<'a> Answer<'a> {
             bottleneck_reason: &outcome.reason,
             min_bandwidth_95: beyond.as_ref().and_then(|b| b.enough).map(Bandwidth::bits),
             bytes_sent_busiest_node: outcome.bytes_sent.iter().copied().max().unwrap_or(0),
+            hosts: places.hosts(&setup.cluster),
+            ranks_per_host: places.ranks_per_host,
+            port: LinkUse::of_port(setup, outcome),
+            memory: LinkUse::of_memory(setup, outcome),
+            rack_link: LinkUse::of_rack(setup, outcome),
+            racks: racks.as_ref(),
             layers,
             advice: beyond.as_ref().map_or(&[], |b| &b.advice),
             by_workers: beyond.as_ref().map_or(&[], |b| &b.by_workers),
@@ -175,6 +201,8 @@ fn bottleneck(bottleneck: Bottleneck) -> &'static str {
         Bottleneck::Compute => "compute",
         Bottleneck::Egress(_) => "egress",
         Bottleneck::Ingress(_) => "ingress",
+        Bottleneck::Rack(_) => "rack",
+        Bottleneck::Memory(_) => "memory",
         Bottleneck::Latency => "latency",
         Bottleneck::Rebuild => "rebuild",
     }
@@ -190,6 +218,9 @@ const EXAMPLES: &str = "\
 Examples:
   VGG19 on sixteen machines with 10GbE, each worker and server, with a page to pass on:
     poseidon plan --model vgg19 --workers 16 --bandwidth 10gbit --report plan.html
+
+  64 GPUs, four to a machine, in four racks whose links are four times narrower than their ports:
+    poseidon plan --workers 64 --ranks-per-host 4 --racks 4 --oversubscription 4
 
   What the parameter server alone would need, on the network of the paper:
     poseidon plan --model vgg19 --workers 16 --scheme ps --network paper-2017

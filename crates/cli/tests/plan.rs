@@ -112,6 +112,73 @@ fn faster_networks_and_better_schemes_help_where_the_network_is_the_limit() {
     assert_eq!(workers, [1.0, 2.0, 4.0, 8.0]);
 }
 
+/// With 2 hosts per rack and narrow links between racks, sums are made inside racks; ports carry as
+/// much as without.
+#[test]
+fn racks_with_narrow_links_add_up_inside() {
+    let job = "--model alexnet --workers 8 --ranks-per-host 2 --bandwidth 1gbit --scheme ps";
+    let answer = json(&format!("{job} --racks 2 --oversubscription 8"));
+    let racks = &answer["racks"];
+    assert_eq!(racks["adds_up_inside"], true, "{racks}");
+    assert_eq!(racks["hosts_per_rack"], 2);
+    let number = |value: &Value| value.as_f64().unwrap();
+    assert_eq!(racks["iteration_seconds_inside"], answer["iteration_seconds"]);
+    assert!(
+        number(&racks["iteration_seconds_flat"]) > 1.2 * number(&answer["iteration_seconds"]),
+        "{racks}"
+    );
+    let fewer =
+        number(&racks["link_flat"]["bytes_sent"]) / number(&racks["link_inside"]["bytes_sent"]);
+    assert!((1.9..2.1).contains(&fewer), "{fewer}");
+    let reason = racks["reason"].as_str().unwrap();
+    assert!(reason.contains("2.0 times fewer bytes"), "{reason}");
+    assert_eq!((&answer["hosts"], &answer["ranks_per_host"]), (&4.into(), &2.into()));
+    for link in ["port", "memory", "rack_link"] {
+        assert!(number(&answer[link]["seconds"]) > 0.0, "{link}: {answer}");
+    }
+    // As wide as the ports, they are not what anybody waits for.
+    let wide = json(&format!("{job} --racks 2"));
+    assert_eq!(wide["racks"]["adds_up_inside"], false, "{}", wide["racks"]);
+    assert_eq!(wide["racks"]["iteration_seconds_flat"], wide["iteration_seconds"]);
+    assert!(wide["racks"]["reason"].as_str().unwrap().contains("another hop"));
+    // And without racks nothing is said of them.
+    let none = json("--model cifar10-quick --workers 4 --ranks-per-host 2");
+    assert!(none["racks"].is_null() && none["rack_link"].is_null());
+}
+
+#[test]
+fn text_shows_what_passes_ports_memory_and_racks() {
+    let folder = TempDir::new().unwrap();
+    let job = "--model cifar10-quick --workers 8 --ranks-per-host 2 --batch 4 --bandwidth 100mbit";
+    let output =
+        plan(folder.path(), &format!("{job} --racks 2 --oversubscription 4 --report plan.html"));
+    assert!(output.status.success(), "{output:?}");
+    let text = String::from_utf8(output.stdout).unwrap();
+    for words in [
+        "8 workers that are servers too on 4 hosts",
+        "out of a host",
+        "out of a worker",
+        "out of a rack",
+    ] {
+        assert!(text.contains(words), "'{words}' is not in:\n{text}");
+    }
+    assert!(text.contains("adding up inside racks pays"), "{text}");
+    let page = fs::read_to_string(folder.path().join("plan.html")).unwrap();
+    assert!(page.contains("adding up inside racks pays"), "the page does not say it");
+}
+
+#[test]
+fn racks_that_hosts_do_not_fill_are_refused() {
+    let folder = TempDir::new().unwrap();
+    let folder = folder.path();
+    refused(folder, "--workers 16 --ranks-per-host 4 --racks 3", &["4 hosts", "3 racks"]);
+    refused(folder, "--oversubscription 4", &["--racks"]);
+    refused(folder, "--racks 2 --oversubscription 0.5", &["--oversubscription", "from 1", "0.5"]);
+    refused(folder, "--racks 2 --oversubscription NaN", &["--oversubscription", "NaN"]);
+    refused(folder, "--ranks-per-host 0", &["--ranks-per-host", "at least 1"]);
+    refused(folder, "--ranks-per-host 2 --scheme adam", &["adam", "inside hosts"]);
+}
+
 #[test]
 fn a_search_says_what_it_gains() {
     let answer = json("--model vgg19 --workers 4 --bandwidth 1gbit --scheme ps --search");

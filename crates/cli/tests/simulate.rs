@@ -54,3 +54,16 @@ fn nonsense_is_refused() {
         assert!(String::from_utf8_lossy(&output.stderr).contains(words), "{arguments}: {output:?}");
     }
 }
+
+/// Four nodes of a host contribute together: its port carries what it carries for one.
+#[test]
+fn nodes_of_a_host_share_its_port() {
+    let shared = json("--nodes 16 --ranks-per-host 4 --bytes 4MB");
+    let alone = json("--nodes 4 --bytes 4MB");
+    let port = |answer: &Value| answer["bytes_sent_per_host"].as_f64().unwrap();
+    assert!((port(&shared) / port(&alone) - 1.0).abs() < 0.01, "{shared} {alone}");
+    assert_eq!(alone["bytes_sent_per_host"], alone["bytes_sent_per_node"]);
+    let seconds = |answer: &Value| answer["seconds"]["median"].as_f64().unwrap();
+    assert!(seconds(&shared) > seconds(&alone) && seconds(&shared) < 1.5 * seconds(&alone));
+    assert_eq!((&shared["workers"], &shared["ranks_per_host"]), (&16.into(), &4.into()));
+}

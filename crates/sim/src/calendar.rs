@@ -14,12 +14,12 @@ pub(crate) enum Event {
     Computed(u16),
     /// A worker's second processor has rebuilt a gradient.
     Rebuilt(u16),
-    /// A node's link is free for the segment that waits for it.
-    Begin(u16),
+    /// A node's port or memory is free for the segment that waits for it.
+    Begin(u32),
     /// A node's segment is out.
-    Sent(u16),
+    Sent(u32),
     /// The next segment for a node is in.
-    Landed(u16),
+    Landed(u32),
     /// A segment has passed the link out of its rack.
     Crossed(u32),
     /// A segment's first byte is at its destination.

@@ -3,13 +3,13 @@
 use crate::Error;
 use crate::calendar::{Calendar, Event, Time};
 use crate::fabric::{Done, Fabric};
-use crate::node::{self, JobFacts, Node};
+use crate::node::{Flat, JobFacts, Node};
 use crate::outcome::{Halt, LayerTimeline, Rebuilt};
 use crate::peers::Peers;
 use crate::rebuild::Sent;
 use crate::setup::Setup;
 use crate::worker::{Next, Program, Worker};
-use poseidon_core::{Clock, LayerId, LayerKind, NodeId};
+use poseidon_core::{Clock, Cluster, LayerId, LayerKind, NodeId};
 use std::time::Duration;
 
 /// A simulation under way, and afterwards what is to be measured.
@@ -36,20 +36,16 @@ impl<'a> Engine<'a> {
                 return Err(Error::FrameTooLong { layer, bytes });
             }
         }
-        let syncers: Vec<_> =
-            ids().map(|layer| node::syncers(&setup.cluster, &plan, layer)).collect();
-        let pushes = ids().map(|layer| {
-            let factors = setup.adam_push(layer).map(|bytes| bytes as u32);
-            node::pushes(&setup.cluster, &syncers[layer.index()], factors)
-        });
+        let payload = |layer| setup.adam_push(layer).map(|bytes| bytes as u32);
+        let flat = plan.tree().is_flat().then(|| Flat::new(&plan, &setup.cluster, payload));
         let mut workers = Peers::none(setup.cluster.nodes());
         setup.cluster.worker_ids().for_each(|worker| workers.insert(worker.index()));
         let facts = JobFacts {
             cluster: &setup.cluster,
             layers: &setup.layers,
-            pushes: pushes.collect(),
             rows: ids().map(|layer| setup.factor_rows(layer)).collect(),
-            syncers,
+            flat,
+            hosts: hosts(&setup.cluster),
             workers,
             plan,
         };
@@ -271,6 +267,17 @@ impl<'a> Engine<'a> {
         waits.truncate(MAX_WAITS);
         Halt { at: self.calendar.now().seconds(), failed, waits }
     }
+}
+
+/// By host: its nodes. `None` if every node has a host of its own.
+fn hosts(cluster: &Cluster) -> Option<Vec<Peers>> {
+    let last =
+        cluster.hosts().iter().max().filter(|last| usize::from(**last) + 1 < cluster.nodes())?;
+    let mut hosts = vec![Peers::none(cluster.nodes()); usize::from(*last) + 1];
+    for (node, host) in cluster.hosts().iter().enumerate() {
+        hosts[usize::from(*host)].insert(node);
+    }
+    Some(hosts)
 }
 
 /// Who waits in vain is named, but not 1,024 times.

@@ -43,6 +43,12 @@ pub enum Error {
         /// Nodes of the cluster.
         nodes: usize,
     },
+    /// Factors of two workers cannot be added up to factors.
+    #[error(
+        "scheme 'adam' sends every worker's factors to one server, so nothing can be added up inside hosts \
+         or racks; give every worker a host of its own, or take another scheme"
+    )]
+    AdamInHosts,
     /// Servers without a chunk are machines bought in vain.
     #[error(
         "{servers} servers for a model whose number of chunks is {chunks}: some would hold nothing; take \

@@ -25,6 +25,7 @@ mod multicast;
 mod node;
 mod outbox;
 mod peers;
+mod places;
 mod plan;
 mod rebuild;
 mod search;
@@ -33,8 +34,9 @@ mod worker;
 
 pub use error::Error;
 pub use measure::simulate;
-pub use network::{Duplex, Network, Racks};
+pub use network::{Duplex, Memory, Network, Racks};
 pub use outcome::{Bottleneck, Outcome};
+pub use places::Places;
 pub use poseidon_core::Overlap;
 pub use profile::{LayerTime, Profile, ProfileError};
 pub use search::least_bandwidth;

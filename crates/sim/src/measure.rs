@@ -4,9 +4,9 @@ use crate::Error;
 use crate::calendar::Time;
 use crate::engine::Engine;
 use crate::network::Duplex;
-use crate::outcome::{Bottleneck, LayerTimeline, Outcome, Rebuilt};
+use crate::outcome::{Bottleneck, Carried, LayerTimeline, Outcome, Rebuilt};
 use crate::setup::Setup;
-use poseidon_core::NodeId;
+use poseidon_core::{Cluster, NodeId};
 use std::cmp::Reverse;
 
 /// Simulates `setup`.
@@ -29,12 +29,32 @@ pub fn simulate(setup: &Setup) -> Result<Outcome, Error> {
         .map(|node| engine.fabric.bytes(node))
         .map(|[sent, received]| (sent / steps, received / steps))
         .unzip();
+    let tree = engine.facts.plan.tree();
+    let mut ports = vec![Carried::default(); tree.workers_by_host().len()];
+    for node in setup.cluster.node_ids() {
+        let [sent, received] = engine.fabric.network_bytes(node.index());
+        let port = &mut ports[usize::from(tree.host(node))];
+        (port.sent, port.received) = (port.sent + sent, port.received + received);
+    }
+    let per_step = |carried: Carried| Carried {
+        sent: carried.sent / steps,
+        received: carried.received / steps,
+    };
+    let ports: Vec<Carried> = ports.into_iter().map(per_step).collect();
+    let racks = engine.fabric.rack_bytes().iter();
+    let racks = racks.map(|&[sent, received]| per_step(Carried { sent, received })).collect();
+    let shared = engine.facts.hosts.is_some();
+    let memory = setup.cluster.node_ids().filter(|_| shared).map(|node| {
+        let [sent, received] = engine.fabric.memory_bytes(node.index());
+        per_step(Carried { sent, received })
+    });
+    let links = Links { ports, racks, memory: memory.collect() };
     let (bottleneck, reason) = match &halt {
         Some(halt) => {
             let failed: Vec<_> = halt.failed.iter().map(|n| setup.cluster.name(*n)).collect();
             (Bottleneck::Latency, format!("the job stopped: {} fell silent", failed.join(", ")))
         }
-        None => find_bottleneck(setup, &measured, &bytes_sent, &bytes_received),
+        None => find_bottleneck(setup, &measured, &links),
     };
     let start = engine.workers.first().and_then(|w| w.begun.get(engine.watched() as usize - 1));
     let start = start.map_or(0.0, |time| time.seconds());
@@ -54,6 +74,9 @@ pub fn simulate(setup: &Setup) -> Result<Outcome, Error> {
         speedup,
         bytes_sent,
         bytes_received,
+        ports: links.ports,
+        memory: links.memory,
+        racks: links.racks,
         drops: engine.fabric.drops(),
         timeline: engine.timeline.iter().map(relative).collect(),
         bottleneck,
@@ -107,15 +130,20 @@ impl Steps {
     }
 }
 
+/// What passed the links in a step.
+struct Links {
+    /// By host.
+    ports: Vec<Carried>,
+    /// By rack.
+    racks: Vec<Carried>,
+    /// By node, if nodes share hosts.
+    memory: Vec<Carried>,
+}
+
 /// Below this share of a step, waiting is not what is worth changing.
 const NEGLIGIBLE: f64 = 0.05;
 
-fn find_bottleneck(
-    setup: &Setup,
-    steps: &Steps,
-    sent: &[u64],
-    received: &[u64],
-) -> (Bottleneck, String) {
+fn find_bottleneck(setup: &Setup, steps: &Steps, links: &Links) -> (Bottleneck, String) {
     let stalled = steps.stalled();
     let percent = |share: f64| format!("{:.0}%", share * 100.0);
     if stalled < NEGLIGIBLE {
@@ -129,30 +157,82 @@ fn find_bottleneck(
         );
         return (Bottleneck::Rebuild, reason);
     }
-    let busiest = |bytes: &[u64]| {
-        let most = bytes.iter().zip(0..).max_by_key(|&(&bytes, node)| (bytes, Reverse(node)));
-        most.map_or((0, NodeId(0)), |(&bytes, node)| (bytes, NodeId(node)))
-    };
-    let ((out, sender), (into, receiver)) = (busiest(sent), busiest(received));
-    let (bytes, node, egress) =
-        if out >= into { (out, sender, true) } else { (into, receiver, false) };
-    let both = sent[node.index()] + received[node.index()];
-    let carried = if setup.network.duplex == Duplex::Shared { both } else { bytes };
-    let wire = carried as f64 / setup.network.rate();
-    if wire < steps.waited / 2.0 {
+    let Busy { what, who, does, bytes, seconds } = busiest(setup, links);
+    if seconds < steps.waited / 2.0 {
         let reason = format!(
             "workers wait {} of a step, but the busiest link is in use for {} of it",
             percent(stalled),
-            percent(wire / steps.mean)
+            percent(seconds / steps.mean)
         );
         return (Bottleneck::Latency, reason);
     }
     let reason = format!(
-        "{} {} {:.0} MB a step, which takes {} of it",
-        setup.cluster.name(node),
-        if egress { "sends" } else { "receives" },
+        "{who} {does} {:.0} MB a step, which takes {} of it",
         bytes as f64 / 1e6,
-        percent(wire / steps.mean)
+        percent(seconds / steps.mean)
     );
-    (if egress { Bottleneck::Egress(node) } else { Bottleneck::Ingress(node) }, reason)
+    (what, reason)
+}
+
+/// The link that is in use for longest.
+struct Busy {
+    what: Bottleneck,
+    who: String,
+    does: &'static str,
+    /// One way, in a step.
+    bytes: u64,
+    seconds: f64,
+}
+
+fn busiest(setup: &Setup, links: &Links) -> Busy {
+    let network = &setup.network;
+    let most = |bytes: fn(&Carried) -> u64| {
+        let all = links.ports.iter().map(bytes).zip(0..);
+        all.max_by_key(|&(bytes, host)| (bytes, Reverse(host))).unwrap_or((0, 0usize))
+    };
+    let ((out, sender), (into, receiver)) = (most(|port| port.sent), most(|port| port.received));
+    let egress = out >= into;
+    let (bytes, host) = if egress { (out, sender) } else { (into, receiver) };
+    let port = links.ports[host];
+    let both = network.duplex == Duplex::Shared;
+    let carried = if both { port.sent + port.received } else { bytes };
+    let (node, who) = name(&setup.cluster, host);
+    let mut busy = Busy {
+        what: if egress { Bottleneck::Egress(node) } else { Bottleneck::Ingress(node) },
+        who,
+        does: if egress { "sends" } else { "receives" },
+        bytes,
+        seconds: carried as f64 / network.rate(),
+    };
+    let uplink = network.racks.map_or(f64::INFINITY, |racks| racks.rate(network));
+    for (rack, number) in links.racks.iter().zip(0..) {
+        let seconds = rack.most() as f64 / uplink;
+        if seconds > busy.seconds {
+            let (what, does) = (Bottleneck::Rack(number), "exchanges with the others");
+            busy = Busy { what, who: format!("rack {number}"), does, bytes: rack.most(), seconds };
+        }
+    }
+    for (memory, node) in links.memory.iter().zip(setup.cluster.node_ids()) {
+        let seconds = memory.most() as f64 / network.memory.rate;
+        if seconds > busy.seconds {
+            let (what, who) = (Bottleneck::Memory(node), setup.cluster.name(node));
+            let does = "exchanges with the others of its host";
+            busy = Busy { what, who, does, bytes: memory.most(), seconds };
+        }
+    }
+    busy
+}
+
+/// The first node of a host, and how a person would call the host.
+fn name(cluster: &Cluster, host: usize) -> (NodeId, String) {
+    let is_there = |node: &NodeId| match cluster.hosts().get(node.index()) {
+        Some(other) => usize::from(*other) == host,
+        None => node.index() == host,
+    };
+    let mut nodes = cluster.node_ids().filter(is_there);
+    let first = nodes.next().unwrap_or(NodeId(0));
+    match nodes.last() {
+        Some(last) => (first, format!("host {host} (nodes {first} to {last})")),
+        None => (first, cluster.name(first)),
+    }
 }

@@ -3,10 +3,11 @@
 use crate::multicast::{Frame, Multicast, Part};
 use crate::outcome::Wait;
 use crate::peers::Peers;
-use poseidon_core::store::{Completed, Outcome};
+use poseidon_core::store::{Completed, Outcome, Way};
 use poseidon_core::wire::{Header, Kind};
 use poseidon_core::{
-    ChunkKey, Clock, Cluster, Gather, Layer, LayerId, NodeId, Plan, Shard, Store, Syncer, Violation,
+    ChunkKey, Clock, Cluster, Gather, Layer, LayerId, NodeId, Plan, Route, Shard, Store, Syncer,
+    Violation,
 };
 use std::rc::Rc;
 use std::time::Duration;
@@ -17,16 +18,24 @@ pub(crate) struct JobFacts<'a> {
     pub(crate) layers: &'a [Layer],
     pub(crate) plan: Plan,
     pub(crate) workers: Peers,
-    /// By layer: the chunks that a worker pushes.
-    pub(crate) pushes: Vec<Vec<Push>>,
     /// By layer: rows of factors.
     pub(crate) rows: Vec<usize>,
+    /// `None` if contributions are added up inside hosts or racks.
+    pub(crate) flat: Option<Flat>,
+    /// By host: its nodes. `None` if every node has a host of its own.
+    pub(crate) hosts: Option<Vec<Peers>>,
+}
+
+/// What a thousand workers share if every contribution goes straight to its server.
+pub(crate) struct Flat {
+    /// By layer: the chunks that a worker pushes.
+    pushes: Vec<Vec<Push>>,
     /// By layer and lane: the syncer that every worker begins with.
-    pub(crate) syncers: Vec<Vec<Syncer>>,
+    syncers: Vec<Vec<Syncer>>,
 }
 
 /// At most one chunk of a layer for each server.
-pub(crate) struct Push {
+struct Push {
     servers: Peers,
     /// By server: its chunk.
     parts: Rc<Vec<Part>>,
@@ -34,7 +43,7 @@ pub(crate) struct Push {
 
 pub(crate) struct Node {
     id: NodeId,
-    /// By lane; none if the node is not a server.
+    /// By lane; none if the node is not a server and collects for none.
     stores: Vec<Store>,
     /// None if the node is not a worker.
     layers: Vec<Tracked>,
@@ -62,6 +71,59 @@ impl JobFacts<'_> {
         workers.remove(node.index());
         workers
     }
+
+    fn peers<'n>(&self, nodes: impl IntoIterator<Item = &'n NodeId>) -> Peers {
+        let mut peers = Peers::none(self.cluster.nodes());
+        nodes.into_iter().for_each(|node| peers.insert(node.index()));
+        peers
+    }
+
+    /// The nodes that have what goes along `route` from `node`.
+    fn children(&self, node: NodeId, route: Route) -> Peers {
+        match &self.flat {
+            // Only the root sends.
+            Some(_) => self.workers_but(node),
+            None => self.peers(&self.plan.tree().children(node, route)),
+        }
+    }
+
+    /// The way of a frame of factors.
+    fn route(&self, frame: &Frame) -> Option<Route> {
+        self.plan.factors(frame.chunk.layer)?.route(frame.chunk.index)
+    }
+
+    /// What has come to `node` goes on along `route` to the nodes that have it from this one.
+    /// Returns the number of multicasts. Links read them from the worker's memory.
+    fn pass_on(
+        &self,
+        node: NodeId,
+        frame: &Frame,
+        route: Option<Route>,
+        sink: &mut FrameSink<'_>,
+    ) -> u32 {
+        let Some(route) = route.filter(|_| self.flat.is_none()) else { return 0 };
+        let frame = Frame { lent: true, ..*frame };
+        self.multicast(node, (frame, None), self.children(node, route), sink)
+    }
+
+    /// Gives `sink` what `from` sends to `peers`: a multicast for the peers on other hosts, and one
+    /// for those on its own, whom it reaches through memory. Returns the number of multicasts.
+    fn multicast(
+        &self,
+        from: NodeId,
+        (frame, parts): (Frame, Option<&Rc<Vec<Part>>>),
+        mut peers: Peers,
+        sink: &mut FrameSink<'_>,
+    ) -> u32 {
+        let host = self.hosts.as_ref().map(|hosts| &hosts[self.plan.tree().host(from) as usize]);
+        let near = host.map(|host| peers.take(host));
+        let mut count = 0;
+        for peers in [Some(peers), near].into_iter().flatten().filter(|peers| !peers.is_empty()) {
+            sink(Multicast { frame, parts: parts.cloned(), peers });
+            count += 1;
+        }
+        count
+    }
 }
 
 impl Node {
@@ -78,15 +140,19 @@ impl Node {
             }
             None => Vec::new(),
         };
+        let syncers = |layer: LayerId| match &facts.flat {
+            Some(flat) => flat.syncers[layer.index()].clone(),
+            None => syncers(&facts.plan, facts.cluster, id, layer),
+        };
         let tracked = |layer: LayerId| Tracked {
-            syncers: facts.syncers[layer.index()].clone(),
+            syncers: syncers(layer),
             gathers: gathers(layer),
             unsent: 0,
             in_flight: false,
         };
         Self {
             id,
-            stores: lanes().filter(|_| server).map(store).collect(),
+            stores: lanes().filter(|_| server || facts.flat.is_none()).map(store).collect(),
             layers: layers.map(tracked).collect(),
             completed: Vec::new(),
         }
@@ -107,35 +173,44 @@ impl Node {
         sink: &mut FrameSink<'_>,
     ) {
         let at = layer.index();
+        let (me, clocked) = (self.id, clock.0 as u32);
         let tracked = &mut self.layers[at];
         tracked.in_flight = true;
         for gather in &mut tracked.gathers {
             let chunks = gather.handle_send(clock, facts.rows[at], 0.0);
             for (chunk, range) in chunks.expect("all workers have the same rate") {
                 let payload = (range.len() * size_of::<f32>()) as u32;
-                let (kind, clock) = (Kind::Factors, clock.0 as u32);
-                let frame = Frame { kind, chunk, clock, payload, lent: true };
-                let peers = facts.workers_but(self.id);
-                tracked.unsent += u32::from(!peers.is_empty());
-                sink(Multicast { frame, parts: None, peers });
+                let frame =
+                    Frame { kind: Kind::Factors, chunk, clock: clocked, payload, lent: true };
+                let Some(route) = facts.route(&frame) else { continue };
+                let peers = facts.children(me, route);
+                tracked.unsent += facts.multicast(me, (frame, None), peers, sink);
             }
-        }
-        for syncer in &mut tracked.syncers {
-            syncer.handle_send(clock);
         }
         let mut own = Vec::new();
-        for Push { servers, parts } in &facts.pushes[at] {
+        let push =
+            |chunk, payload| Frame { kind: Kind::Push, chunk, clock: clocked, payload, lent: true };
+        for syncer in &mut tracked.syncers {
+            let parts = syncer.handle_send(clock);
+            for part in parts.iter().filter(|_| facts.flat.is_none()) {
+                if part.collects {
+                    own.push(part.key);
+                    continue;
+                }
+                let frame = push(part.key, (part.range.len() * size_of::<f32>()) as u32);
+                let peers = facts.peers([&part.up]);
+                tracked.unsent += facts.multicast(me, (frame, None), peers, sink);
+            }
+        }
+        for Push { servers, parts } in facts.flat.iter().flat_map(|flat| &flat.pushes[at]) {
             let mut peers = servers.clone();
             let mut chunk = ChunkKey { layer, index: 0 };
-            if peers.contains(self.id.index()) {
-                peers.remove(self.id.index());
-                chunk.index = parts[self.id.index()].index;
+            if peers.contains(me.index()) {
+                peers.remove(me.index());
+                chunk.index = parts[me.index()].index;
                 own.push(chunk);
             }
-            tracked.unsent += u32::from(!peers.is_empty());
-            let (kind, clock) = (Kind::Push, clock.0 as u32);
-            let frame = Frame { kind, chunk, clock, payload: 0, lent: true };
-            sink(Multicast { frame, parts: Some(Rc::clone(parts)), peers });
+            tracked.unsent += facts.multicast(me, (push(chunk, 0), Some(parts)), peers, sink);
         }
         for chunk in own {
             self.contribute(facts, self.id, chunk, clock, now);
@@ -168,18 +243,23 @@ impl Node {
                 });
                 let gather = lawful(gather.unwrap_or(Err(Violation::UnknownChunk)));
                 gather.handle_landed(chunk.index, clock);
+                let route = facts.route(frame);
+                tracked.unsent += facts.pass_on(self.id, frame, route, sink);
                 tracked.finish_if_done()
             }
             Kind::Update => {
                 let header = header(frame, from, frame.payload);
                 let tracked = &mut self.layers[layer];
-                let landed = tracked.syncers.iter_mut().find_map(|syncer| {
+                let syncer = tracked.syncers.iter_mut().find_map(|syncer| {
                     match syncer.handle_update(&header) {
                         Err(Violation::UnknownChunk) => None,
-                        judged => Some(judged.map(|_| syncer.handle_landed(chunk.index))),
+                        judged => Some(judged.map(|_| syncer)),
                     }
                 });
-                lawful(landed.unwrap_or(Err(Violation::UnknownChunk))) && tracked.finish_if_done()
+                let syncer = lawful(syncer.unwrap_or(Err(Violation::UnknownChunk)));
+                let part = syncer.part(chunk.index).filter(|part| part.collects);
+                tracked.unsent += facts.pass_on(self.id, frame, part.map(|part| part.route), sink);
+                syncer.handle_landed(chunk.index) && tracked.finish_if_done()
             }
             _ => {
                 self.contribute(facts, from, chunk, clock, now);
@@ -219,7 +299,7 @@ impl Node {
         waits
     }
 
-    /// A contribution to a chunk of this node is all there.
+    /// A contribution to a chunk that this node holds or collects is all there.
     fn contribute(
         &mut self,
         facts: &JobFacts<'_>,
@@ -240,26 +320,43 @@ impl Node {
         self.completed.extend(store.handle_contributed(contribution, None));
     }
 
-    /// Sends what is complete to everybody. True if a layer of this node's worker is back by it.
+    /// Sends on what is complete: sums to the node above, results to those who have contributed.
+    /// True if a layer of this node's worker is back by it.
     fn poll_completed(&mut self, facts: &JobFacts<'_>, sink: &mut FrameSink<'_>) -> bool {
         let mut back = false;
-        while let Some(Completed { key, clock, result, .. }) = self.completed.pop() {
+        while let Some(Completed { key, clock, way, result }) = self.completed.pop() {
             let payload = (facts.plan.len(key) * size_of::<f32>()) as u32;
             let lent = matches!(result, Outcome::Lent);
-            let (kind, clock) = (Kind::Update, clock.0 as u32);
-            let frame = Frame { kind, chunk: key, clock, payload, lent };
-            let peers = facts.workers_but(self.id);
+            let lane = facts.plan.shard(key).map_or(0, |shard| shard.lane.index());
             // A dedicated server tracks no layers.
-            if let Some(tracked) = self.layers.get_mut(key.layer.index()) {
-                tracked.unsent += u32::from(lent && !peers.is_empty());
+            let tracked = self.layers.get_mut(key.layer.index());
+            let (kind, peers) = match (way, &tracked) {
+                (Way::Up { kind, .. }, Some(tracked)) => {
+                    let part = tracked.syncers.iter().find_map(|syncer| syncer.part(key.index));
+                    (kind, facts.peers(part.map(|part| &part.up)))
+                }
+                (Way::Up { .. }, None) => {
+                    unreachable!("workers collect for others, servers do not")
+                }
+                (Way::Down, _) if facts.flat.is_some() => {
+                    (Kind::Update, facts.workers_but(self.id))
+                }
+                (Way::Down, _) => {
+                    let mut peers = facts.peers(self.stores[lane].contributors(key));
+                    peers.remove(self.id.index());
+                    (Kind::Update, peers)
+                }
+            };
+            let frame = Frame { kind, chunk: key, clock: clock.0 as u32, payload, lent };
+            let multicasts = facts.multicast(self.id, (frame, None), peers, sink);
+            if let Some(tracked) = tracked {
+                tracked.unsent += if lent { multicasts } else { 0 };
                 let mut syncers = tracked.syncers.iter_mut();
-                if syncers.any(|syncer| syncer.handle_landed(key.index)) {
+                if way == Way::Down && syncers.any(|syncer| syncer.handle_landed(key.index)) {
                     back |= tracked.finish_if_done();
                 }
             }
-            sink(Multicast { frame, parts: None, peers });
             if let Outcome::Held(sum) = result {
-                let lane = facts.plan.shard(key).map_or(0, |shard| shard.lane.index());
                 self.stores[lane].release(sum);
             }
         }
@@ -281,9 +378,26 @@ impl Tracked {
     }
 }
 
+impl Flat {
+    /// What the workers of `plan` share. `payload` says of a layer how many bytes a chunk of it has
+    /// on the way to its server, if these are not the gradient.
+    pub(crate) fn new(
+        plan: &Plan,
+        cluster: &Cluster,
+        payload: impl Fn(LayerId) -> Option<u32>,
+    ) -> Self {
+        let layers = || (0..plan.layers() as u32).map(LayerId);
+        // Results come to all workers from the same servers.
+        let syncers: Vec<_> =
+            layers().map(|layer| syncers(plan, cluster, NodeId(0), layer)).collect();
+        let pushes = |layer: LayerId| pushes(cluster, &syncers[layer.index()], payload(layer));
+        Self { pushes: layers().map(pushes).collect(), syncers }
+    }
+}
+
 /// What `syncers`, those of a layer, tell a worker to send; `payload` bytes a chunk, if it is not the
 /// gradient.
-pub(crate) fn pushes(cluster: &Cluster, syncers: &[Syncer], payload: Option<u32>) -> Vec<Push> {
+fn pushes(cluster: &Cluster, syncers: &[Syncer], payload: Option<u32>) -> Vec<Push> {
     let nodes = cluster.nodes();
     let mut pushes: Vec<(Peers, Vec<Part>)> = Vec::new();
     let mut chunks = vec![0; nodes];
@@ -302,11 +416,10 @@ pub(crate) fn pushes(cluster: &Cluster, syncers: &[Syncer], payload: Option<u32>
     pushes.into_iter().map(push).collect()
 }
 
-/// By lane: what counts off `layer` on a worker, if it does not go by factors. Every node has a host
-/// of its own here, so results come to all workers from the same servers.
-pub(crate) fn syncers(cluster: &Cluster, plan: &Plan, layer: LayerId) -> Vec<Syncer> {
+/// By lane: what counts off `layer` on worker `me`, if the layer does not go by factors.
+fn syncers(plan: &Plan, cluster: &Cluster, me: NodeId, layer: LayerId) -> Vec<Syncer> {
     let lanes = cluster.lane_ids().filter(|_| plan.factors(layer).is_none());
-    let syncer = |lane| Syncer::new(plan, NodeId(0), layer, lane);
+    let syncer = |lane| Syncer::new(plan, me, layer, lane);
     lanes.map(syncer).filter(|syncer| !syncer.is_empty()).collect()
 }
 

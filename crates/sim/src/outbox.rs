@@ -27,8 +27,9 @@ pub(crate) struct Outbox {
     /// The multicasts that wait for any peer, by their order. Each multicast knows the next one, so
     /// this map is searched only when a multicast comes or goes.
     waiting: BTreeMap<u64, MulticastId>,
-    /// The multicasts that wait only for peers that are far behind, by peer and order. In `waiting`
-    /// every other peer would have to pass over them each time it looks for its next one.
+    /// The multicasts that wait only for peers that are far behind, and those that ever were for
+    /// one peer, by peer and order. In `waiting` every other peer would have to pass over them each
+    /// time it looks for its next one.
     late: BTreeMap<(u16, u64), MulticastId>,
 }
 
@@ -76,6 +77,11 @@ impl Outbox {
                 peer.first = Some(id);
             }
             self.ready.insert(at);
+        }
+        if multicasts[id].waiting == 1 {
+            let peers = multicasts[id].peers.iter();
+            self.late.extend(peers.map(|peer| ((peer as u16, order), id)));
+            return;
         }
         multicasts[id].next = self.waiting.range(order..).next().map(|(_, next)| *next);
         if let Some((_, &previous)) = self.waiting.range(..order).next_back() {

@@ -16,10 +16,17 @@ pub struct Outcome {
     /// Samples per second over those of one worker alone: by the mean step, which is longer than the
     /// median where few steps are very long.
     pub speedup: f64,
-    /// By node: bytes on the wire in one step, headers included.
+    /// By node: bytes to nodes of any host in one step, headers included.
     pub bytes_sent: Vec<u64>,
     /// By node: the same the other way.
     pub bytes_received: Vec<u64>,
+    /// By host: what passed its port in one step.
+    pub ports: Vec<Carried>,
+    /// By node: what it exchanged with others of its host in one step, through memory. Empty if
+    /// every node has a host of its own.
+    pub memory: Vec<Carried>,
+    /// By rack: what passed its link to the others in one step. Empty if the network has no racks.
+    pub racks: Vec<Carried>,
     /// What the switch's ports dropped, in all steps.
     pub drops: Drops,
     /// By layer: what happened to it on worker 0 in the last step.
@@ -33,6 +40,22 @@ pub struct Outcome {
     pub halt: Option<Halt>,
     /// Events that were simulated: what a simulation costs.
     pub events: u64,
+}
+
+/// Bytes that passed a link, headers included.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+pub struct Carried {
+    /// Out of the host or the rack.
+    pub sent: u64,
+    /// Into it.
+    pub received: u64,
+}
+
+impl Carried {
+    /// The bytes of the direction that carries more.
+    pub fn most(&self) -> u64 {
+        self.sent.max(self.received)
+    }
 }
 
 /// What was dropped because a port's queue was full. All of it was sent again.
@@ -79,10 +102,14 @@ pub struct Rebuilt {
 pub enum Bottleneck {
     /// The workers compute nearly all the time.
     Compute,
-    /// What this node sends.
+    /// What the host of this node sends, which is its first.
     Egress(NodeId),
-    /// What this node receives.
+    /// What the host of this node receives, which is its first.
     Ingress(NodeId),
+    /// What passes the link between this rack and the others.
+    Rack(u16),
+    /// What this node exchanges with others of its host.
+    Memory(NodeId),
     /// Nobody's link is busy: frames are waited for one after the other.
     Latency,
     /// Gradients are rebuilt from factors, longer than there is computing beside it.

@@ -24,6 +24,17 @@ impl Peers {
         self.words[peer / 64] &= !(1 << (peer % 64));
     }
 
+    /// Takes out those that are in `others` too, and returns them.
+    pub(crate) fn take(&mut self, others: &Self) -> Self {
+        let pairs = self.words.iter_mut().zip(&others.words);
+        let taken = pairs.map(|(word, other)| {
+            let both = *word & other;
+            *word &= !other;
+            both
+        });
+        Self { words: taken.collect() }
+    }
+
     pub(crate) fn is_empty(&self) -> bool {
         self.words.iter().all(|&word| word == 0)
     }

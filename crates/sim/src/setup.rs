@@ -5,7 +5,7 @@ use crate::network::Network;
 use crate::profile::LayerTime;
 use crate::zoo::Model;
 use poseidon_core::plan::{Placement, Rules};
-use poseidon_core::{ChunkSize, Cluster, Layer, LayerId, NodeId, Overlap};
+use poseidon_core::{ChunkSize, Cluster, Layer, LayerId, NodeId, Overlap, Tree};
 use serde::{Deserialize, Serialize};
 use std::time::Duration;
 use std::{fmt, str::FromStr};
@@ -164,6 +164,9 @@ impl Setup {
         }
         let slow = self.stragglers.slow.iter().map(|(node, _)| *node);
         let named = self.failures.iter().map(|failure| failure.node).chain(slow);
+        if self.follows(SchemeRule::Adam) && !Tree::new(&self.cluster).is_flat() {
+            return Err(Error::AdamInHosts);
+        }
         if let Some(node) = named.into_iter().find(|node| self.cluster.role(*node).is_none()) {
             return Err(Error::NoSuchNode { node, nodes: self.cluster.nodes() });
         }
@@ -177,8 +180,9 @@ impl Setup {
             ("the batch", self.batch as f64),
             ("the number of iterations", self.iterations as f64),
             ("the rate of rebuilding", self.rebuild_rate.unwrap_or(1.0)),
-            ("the nodes of a rack", racks.map_or(1.0, |r| r.nodes_per_rack as f64)),
+            ("the hosts of a rack", racks.map_or(1.0, |r| r.hosts_per_rack as f64)),
             ("the oversubscription of racks", racks.map_or(1.0, |r| r.oversubscription)),
+            ("the rate of memory", self.network.memory.rate),
         ];
         let positive = positive.into_iter().chain(slow.map(|f| ("a straggler's factor", f)));
         for (what, got) in positive {

@@ -1,4 +1,4 @@
-//! The switch between nodes: what may be under way to its ports, and what their queues drop.
+//! The switch between hosts: what may be under way to its ports, and what their queues drop.
 //!
 //! Without queues nothing is ever dropped, and a socket's buffers bound what is under way between
 //! two nodes. With queues, a segment that finds no place in the queue of its receiver's port is
@@ -16,9 +16,8 @@ use crate::multicast::{Cut, MulticastId};
 use crate::outcome::Drops;
 use crate::peers::Peers;
 use crate::setup::Setup;
-use poseidon_core::NodeId;
-use poseidon_core::port;
 use poseidon_core::queue::BATCH_BYTES;
+use poseidon_core::{Cluster, NodeId, Tree, port};
 use rand::RngExt;
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::SeedableRng;
@@ -33,15 +32,16 @@ pub(crate) struct Switch {
 /// Ports with queues that drop.
 #[derive(Debug)]
 struct Queues {
-    /// Bytes that a queue holds, and by receiver those that are in its queue.
+    /// Bytes that a queue holds, and by host those that are in the queue of its port.
     length: f64,
     queued: Vec<u64>,
+    tree: Tree,
     /// By sender and receiver, as far as they have had anything to say.
     connections: Vec<Option<Box<Connection>>>,
     /// By sender: the receivers to whom something is to be sent again.
     again: Vec<Peers>,
-    /// The window of every link, if a port has a budget.
-    window: Option<u32>,
+    /// By receiver: the window of every link to it, if a port has a budget.
+    windows: Option<Vec<u32>>,
     chance: ChaCha8Rng,
     drops: Drops,
 }
@@ -57,28 +57,23 @@ impl Switch {
             // A queue holds headers too.
             length: queue as f64 * network.efficiency,
             queued: vec![0; nodes],
+            tree: Tree::new(&setup.cluster),
             connections: (0..nodes * nodes).map(|_| None).collect(),
             again: vec![Peers::none(nodes); nodes],
-            window: setup.windows.then(|| port::window(nodes - 1, 1, None) as u32),
+            windows: setup.windows.then(|| windows(&setup.cluster)),
             chance: ChaCha8Rng::seed_from_u64(setup.seed),
             drops: Drops::default(),
         });
         Self { nodes, queues }
     }
 
-    /// How many bytes `from` may have under way to `to`.
-    fn window(&self) -> u32 {
-        self.queues.as_ref().and_then(|queues| queues.window).unwrap_or(WINDOW)
-    }
-
     /// How many bytes `from` may send to `to` at once, with `unlanded` bytes under way.
     pub(crate) fn room(&self, from: NodeId, to: u16, unlanded: u32) -> u32 {
-        let Some(queues) = &self.queues else {
-            return if unlanded < self.window() { SEGMENT } else { 0 };
-        };
+        let Some(queues) = &self.queues else { return room(unlanded) };
         let connection = queues.connections[self.id(from, to) as usize].as_ref();
-        let segment = SHORT_SEGMENT.min(self.window());
-        let has_room = unlanded + segment <= self.window()
+        let window = queues.windows.as_ref().map_or(WINDOW, |windows| windows[usize::from(to)]);
+        let segment = SHORT_SEGMENT.min(window);
+        let has_room = unlanded + segment <= window
             && connection.is_none_or(|connection| connection.has_room(segment));
         if has_room { segment } else { 0 }
     }
@@ -88,18 +83,19 @@ impl Switch {
         self.queues.is_some()
     }
 
-    /// The bytes that one peer gets before another has its turn.
-    pub(crate) fn batch(&self) -> u32 {
+    /// The bytes that one peer of `node` gets before another has its turn.
+    pub(crate) fn batch(&self, node: NodeId) -> u32 {
         match &self.queues {
             None => BATCH_BYTES as u32,
-            Some(queues) => queues.window.unwrap_or(BURST),
+            Some(Queues { windows: Some(windows), .. }) => windows[node.index()],
+            Some(_) => BURST,
         }
     }
 
     /// Whose turn it is after a batch, if that is chance.
     pub(crate) fn poll_turn(&mut self) -> Option<u16> {
         let nodes = self.nodes as u16;
-        let queues = self.queues.as_mut().filter(|queues| queues.window.is_none());
+        let queues = self.queues.as_mut().filter(|queues| queues.windows.is_none());
         queues.map(|queues| queues.chance.random_range(0..nodes))
     }
 
@@ -148,7 +144,7 @@ impl Switch {
     ) -> bool {
         let (_, to) = self.ends(id);
         let Some(queues) = &mut self.queues else { return true };
-        let queued = &mut queues.queued[to.index()];
+        let queued = &mut queues.queued[usize::from(queues.tree.host(to))];
         let more = *queued + u64::from(bytes);
         let admitted = *queued == 0 || more as f64 <= queues.length;
         if admitted {
@@ -168,7 +164,7 @@ impl Switch {
     pub(crate) fn handle_landed(&mut self, id: ConnectionId, bytes: u32, now: Time, alive: bool) {
         let (from, to) = self.ends(id);
         let Some(queues) = &mut self.queues else { return };
-        queues.queued[to.index()] -= u64::from(bytes);
+        queues.queued[usize::from(queues.tree.host(to))] -= u64::from(bytes);
         if !alive {
             return;
         }
@@ -210,6 +206,28 @@ impl Queues {
     fn connection(&mut self, id: ConnectionId) -> &mut Connection {
         self.connections[id as usize].get_or_insert_with(|| Box::new(Connection::new()))
     }
+}
+
+/// How many bytes a node may send to a peer at once, with `unlanded` bytes under way, where nothing
+/// is dropped.
+pub(crate) fn room(unlanded: u32) -> u32 {
+    if unlanded < WINDOW { SEGMENT } else { 0 }
+}
+
+/// By receiver: the window of its links from other hosts, as sessions have it. The nodes of a host
+/// share the budget of its port, and each has it from those that send to it.
+fn windows(cluster: &Cluster) -> Vec<u32> {
+    let tree = Tree::new(cluster);
+    let window = |node: NodeId| {
+        let (all, host) = (cluster.node_ids(), tree.host(node));
+        let neighbours = all.filter(|other| tree.host(*other) == host).count();
+        let senders = match tree.is_flat() {
+            true => cluster.nodes() - neighbours,
+            false => tree.senders(node).len(),
+        };
+        port::window(senders, neighbours, None) as u32
+    };
+    cluster.node_ids().map(window).collect()
 }
 
 /// Bytes under way to one peer: a socket's buffers on both ends.

@@ -312,7 +312,7 @@ fn racks_are_as_slow_as_their_links() {
     let mut setup = setup(8, Servers::Colocated, SchemeRule::Ps, 1.25e9);
     let flat = run(&setup).iteration_seconds;
     let mut racks = |oversubscription| {
-        setup.network.racks = Some(Racks { nodes_per_rack: 4, oversubscription });
+        setup.network.racks = Some(Racks { hosts_per_rack: 4, oversubscription });
         run(&setup).iteration_seconds
     };
     assert!(racks(0.1) < flat * 1.02);

@@ -44,7 +44,7 @@ fn nothing_is_lost_in_the_end() {
         assert_eq!(lossless.drops.segments, 0);
         let wire = lossless.bytes_sent[0] as f64 / Network::virtual_cluster(1.25e8).rate();
         for queue in [20 << 10, 64 << 10, 256 << 10, 2 << 20] {
-            for (windows, duplex, nodes_per_rack) in [
+            for (windows, duplex, hosts_per_rack) in [
                 (false, Duplex::Full, None),
                 (true, Duplex::Full, None),
                 (false, Duplex::Shared, Some(2)),
@@ -52,8 +52,8 @@ fn nothing_is_lost_in_the_end() {
             ] {
                 let mut setup = exchange(nodes, 2, Some(queue));
                 (setup.windows, setup.network.duplex) = (windows, duplex);
-                setup.network.racks = nodes_per_rack
-                    .map(|nodes_per_rack| Racks { nodes_per_rack, oversubscription: 2.0 });
+                setup.network.racks = hosts_per_rack
+                    .map(|hosts_per_rack| Racks { hosts_per_rack, oversubscription: 2.0 });
                 let outcome = run(&setup);
                 let case = format!("{nodes} nodes, queue {queue}, windows {windows}, {duplex:?}");
                 assert_eq!(outcome.bytes_received, lossless.bytes_received, "{case}");

@@ -7,7 +7,9 @@ use anyhow::ensure;
 use poseidon::{ChunkSize, Cluster, LayerKind, Servers};
 use poseidon_sim::outcome::Drops;
 use poseidon_sim::setup::{Jitter, Stragglers};
-use poseidon_sim::{LayerTime, Model, ModelLayer, Network, Overlap, SchemeRule, Setup, simulate};
+use poseidon_sim::{
+    LayerTime, Model, ModelLayer, Network, Overlap, Places, SchemeRule, Setup, simulate,
+};
 use serde::Serialize;
 use std::process::ExitCode;
 use std::time::Duration;
@@ -26,7 +28,13 @@ pub(crate) struct Args {
         value_parser = clap::value_parser!(u16).range(1..=i64::from(MOST_NODES)))]
     nodes: u16,
 
-    /// Of every node's link, each way: 1gbit, 200mbit.
+    /// Nodes of one host, which share its port and reach each other through memory, as with
+    /// 'poseidon lab --ranks'. --nodes stays the number of all nodes; the last host may have fewer.
+    /// What memory carries is that of nodes with a core each: nodes that share cores are slower.
+    #[arg(long, value_name = "R", default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..))]
+    ranks_per_host: u16,
+
+    /// Of every host's port, each way: 1gbit, 200mbit.
     #[arg(
         long,
         short = 'r',
@@ -40,7 +48,7 @@ pub(crate) struct Args {
     #[arg(long, value_name = "TIME", default_value = "0s", value_parser = duration, allow_hyphen_values = true)]
     delay: Duration,
 
-    /// What the switch's port holds for a node before it drops: 256kb, 2mb (powers of 1024)
+    /// What the switch's port holds for a host before it drops: 256kb, 2mb (powers of 1024)
     /// [default: everything].
     #[arg(long, value_name = "SIZE", value_parser = queue)]
     queue: Option<u64>,
@@ -70,6 +78,7 @@ pub(crate) struct Args {
 #[derive(Serialize)]
 struct Simulated {
     workers: u16,
+    ranks_per_host: u16,
     bytes: usize,
     iters: u32,
     /// In bits per second.
@@ -78,6 +87,8 @@ struct Simulated {
     bursts: bool,
     seconds: Seconds,
     bytes_sent_per_node: u64,
+    /// What leaves by the busiest host's port.
+    bytes_sent_per_host: u64,
     drops: Drops,
 }
 
@@ -97,7 +108,8 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
         backward_flops: 0.0,
     };
     let model = Model { name: "exchange".into(), layers: vec![layer] };
-    let cluster = Cluster::new(args.nodes, Servers::Colocated, 1)?;
+    let places = Places { ranks_per_host: args.ranks_per_host, hosts_per_rack: None };
+    let cluster = places.place(Cluster::new(args.nodes, Servers::Colocated, 1)?);
     let mut network = Network::virtual_cluster(args.rate.bytes());
     network.latency += args.delay;
     network.queue = args.queue;
@@ -121,6 +133,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
     ensure!(outcome.halt.is_none(), "the simulated exchange stopped: {}", outcome.reason);
     let simulated = Simulated {
         workers: args.nodes,
+        ranks_per_host: args.ranks_per_host,
         bytes: args.bytes,
         iters: args.iters,
         rate: args.rate.bits(),
@@ -128,6 +141,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
         bursts: args.bursts,
         seconds: Seconds { median: outcome.iteration_seconds },
         bytes_sent_per_node: outcome.bytes_sent.iter().copied().max().unwrap_or(0),
+        bytes_sent_per_host: outcome.ports.iter().map(|port| port.sent).max().unwrap_or(0),
         drops: outcome.drops,
     };
     if args.json {
@@ -139,6 +153,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
     println!("model           {:.3} MB", args.bytes as f64 / MB);
     println!("time            {:.3} ms median, simulated", outcome.iteration_seconds * 1e3);
     println!("sent per node   {:.3} MB per iteration", simulated.bytes_sent_per_node as f64 / MB);
+    println!("sent per host   {:.3} MB per iteration", simulated.bytes_sent_per_host as f64 / MB);
     println!(
         "dropped         {segments} segments, {:.3} MB, in all iterations; {timeouts} timers ran out",
         bytes as f64 / MB
@@ -159,5 +174,8 @@ Examples:
   32 nodes at an ordinary switch, 10 MB:
     poseidon bench simulate --nodes 32 --rate 1gbit --queue 256kb --bytes 10MB
 
-  The same measured, on a machine that has the processors for it:
+  Four hosts of four nodes each:
+    poseidon bench simulate --nodes 16 --ranks-per-host 4 --rate 1gbit --bytes 10MB
+
+  32 nodes measured, on a machine that has the processors for it:
     poseidon lab -n 32 -r 1gbit --queue 256kb -- poseidon bench exchange --in-cluster --bytes 10MB";

@@ -4,7 +4,7 @@ use super::forecast::{images_per_second, simulate_all};
 use super::{Bandwidth, Question};
 use crate::report::units;
 use poseidon_core::{Cluster, LayerId, Scheme, Servers};
-use poseidon_sim::{Error, Outcome, Overlap, SchemeRule, Setup};
+use poseidon_sim::{Error, Outcome, Overlap, Places, Racks, SchemeRule, Setup};
 use serde::Serialize;
 
 /// One change and what it is predicted to bring.
@@ -68,6 +68,7 @@ fn changes(question: &Question, setup: &Setup) -> Vec<Change> {
     if let Some((text, servers)) = more_servers(&setup.cluster) {
         let (workers, lanes) = (setup.cluster.workers() as u16, setup.cluster.lanes());
         if let Ok(cluster) = Cluster::new(workers, servers, lanes) {
+            let cluster = Places::of(&setup.cluster).place(cluster);
             let other = Setup { cluster, ..setup.clone() };
             if other.check().is_ok() {
                 add(text, Some("more machines"), other);
@@ -88,6 +89,16 @@ fn changes(question: &Question, setup: &Setup) -> Vec<Change> {
         if schemes(&other) != schemes(setup) || setup.scheme == SchemeRule::Adam {
             add(format!("--scheme {rule}"), None, other);
         }
+    }
+    if let Some(racks) = setup.network.racks.filter(|racks| racks.oversubscription > 1.0) {
+        let mut other = setup.clone();
+        other.network.racks =
+            Some(Racks { oversubscription: racks.oversubscription / 2.0, ..racks });
+        let text = format!(
+            "links of racks twice as wide as --oversubscription {} says",
+            racks.oversubscription
+        );
+        add(text, None, other);
     }
     if setup.overlap != Overlap::Full {
         add("--overlap full".into(), None, Setup { overlap: Overlap::Full, ..setup.clone() });

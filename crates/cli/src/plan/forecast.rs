@@ -1,10 +1,11 @@
 //! The answer: what simulations of the job and of its neighbours say.
 
 use super::advice::{self, Advice};
+use super::racks::{self, RackChoice};
 use super::search::{self, Found};
 use super::{Bandwidth, Question};
 use poseidon_core::{Cluster, LayerId, LayerKind, NodeId, Plan, Scheme, Servers};
-use poseidon_sim::{Error, Outcome, SchemeRule, Setup, least_bandwidth, simulate};
+use poseidon_sim::{Error, Outcome, Places, SchemeRule, Setup, least_bandwidth, simulate};
 use serde::Serialize;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -20,10 +21,12 @@ pub(crate) struct Effort {
 
 /// What is predicted.
 pub(crate) struct Forecast {
-    /// The job; after a search, with what was found.
+    /// The job; with sums inside racks if they pay, and after a search with what was found.
     pub(crate) setup: Setup,
     pub(crate) outcome: Outcome,
     pub(crate) layers: Vec<LayerForecast>,
+    /// Whether sums are made inside racks, if there are racks.
+    pub(crate) racks: Option<RackChoice>,
     pub(crate) found: Option<Found>,
     /// What follows from further simulations. `None` if there would have been too many.
     pub(crate) beyond: Option<Beyond>,
@@ -68,8 +71,9 @@ pub(crate) struct Point {
 
 impl Forecast {
     pub(crate) fn new(question: &Question, effort: Effort) -> Result<Self, Error> {
-        let mut setup = question.setup.clone();
-        let mut outcome = simulate(&setup)?;
+        let setup = question.setup.clone();
+        let outcome = simulate(&setup)?;
+        let (mut setup, mut outcome, racks) = racks::choose(setup, outcome)?;
         let mut found = None;
         if effort.search {
             let better = search::search(&setup, &outcome)?;
@@ -80,7 +84,7 @@ impl Forecast {
             true => Some(Beyond::new(question, &setup, &outcome)?),
             false => None,
         };
-        Ok(Self { layers: layers(&setup), setup, outcome, found, beyond })
+        Ok(Self { layers: layers(&setup), setup, outcome, racks, found, beyond })
     }
 
     /// The share of what the workers could do that they do.
@@ -154,7 +158,8 @@ fn by_workers(setup: &Setup) -> Result<Vec<Point>, Error> {
     points(setups.collect(), |setup| setup.cluster.workers() as f64)
 }
 
-/// `cluster` with `workers` workers, and with as many dedicated servers for each as before.
+/// `cluster` with `workers` workers on hosts of the same size, and with as many dedicated servers
+/// for each as before.
 fn resized(cluster: &Cluster, workers: usize) -> Option<Cluster> {
     let share =
         |extra: u16| (usize::from(extra) * workers).div_ceil(cluster.workers()).max(1) as u16;
@@ -163,7 +168,8 @@ fn resized(cluster: &Cluster, workers: usize) -> Option<Cluster> {
         Servers::Dedicated(extra) => Servers::Dedicated(share(extra)),
         Servers::Mixed(extra) => Servers::Mixed(share(extra)),
     };
-    Cluster::new(u16::try_from(workers).ok()?, servers, cluster.lanes()).ok()
+    let resized = Cluster::new(u16::try_from(workers).ok()?, servers, cluster.lanes()).ok()?;
+    Some(Places::of(cluster).place(resized))
 }
 
 fn by_bandwidth(setup: &Setup) -> Result<Vec<Point>, Error> {

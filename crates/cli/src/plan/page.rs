@@ -1,7 +1,7 @@
 //! The plan as a page: one file with everything in it, which asks nothing of the network.
 
 use super::forecast::{Beyond, Forecast, Point};
-use super::text::{basis, gain, machines, times};
+use super::text::{basis, gain, links, machines, times};
 use super::{Bandwidth, Question, bottleneck, fold};
 use crate::report::curves::{Frame, frame, line, polyline};
 use crate::report::page::{STYLE, TIPS, figure, plan};
@@ -89,6 +89,9 @@ fn summary(question: &Question, forecast: &Forecast) -> String {
         }
         Some(None) => text.push_str(" No bandwidth keeps them 95 % busy."),
         None => {}
+    }
+    if let Some(racks) = &forecast.racks {
+        let _ = write!(text, " Hosts in racks: {}; {}.", racks.words(), racks.reason);
     }
     if let Some(found) = forecast.found.as_ref().filter(|found| !found.changes.is_empty()) {
         let _ = write!(
@@ -318,7 +321,7 @@ fn iteration(forecast: &Forecast) -> Timeline {
 fn settings(page: &mut String, question: &Question, forecast: &Forecast) {
     let setup = &forecast.setup;
     let network = &setup.network;
-    let facts = [
+    let mut facts = vec![
         ("model", question.model.name.clone()),
         ("computing", basis(question)),
         ("device", question.profile.device.clone()),
@@ -332,6 +335,7 @@ fn settings(page: &mut String, question: &Question, forecast: &Forecast) {
         ("overlap", setup.overlap.to_string()),
         ("largest chunk", format!("{} KiB", setup.chunk.max >> 10)),
     ];
+    facts.extend(links(forecast));
     page.push_str(
         "<details><summary>What was simulated</summary>\n<div class=\"card\"><table><tbody>\n",
     );

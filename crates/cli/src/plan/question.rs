@@ -5,7 +5,7 @@ use crate::bandwidth::Bandwidth;
 use anyhow::{Context, bail, ensure};
 use poseidon_core::{ChunkSize, Cluster, Servers};
 use poseidon_sim::profile::{Basis, Profile};
-use poseidon_sim::{LayerTime, Model, Network, Overlap, SchemeRule, Setup};
+use poseidon_sim::{LayerTime, Model, Network, Overlap, Places, Racks, SchemeRule, Setup};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -48,11 +48,18 @@ pub(crate) struct Flags {
     #[arg(long, value_name = "colocated|M|colocated+M|dedicated:M", help_heading = CLUSTER)]
     servers: Option<String>,
 
+    /// Workers of one host. They reach each other through memory and share the host's port: what
+    /// they contribute is added up inside the host, and one stream per chunk leaves it. --workers
+    /// stays the number of all workers. The last host may have fewer. Dedicated servers have hosts
+    /// of their own.
+    #[arg(long, value_name = "R", default_value = "1", value_parser = positive, help_heading = CLUSTER)]
+    ranks_per_host: usize,
+
     /// Threads, and connections to each peer, that move data in every node.
     #[arg(long, value_name = "L", default_value = "1", value_parser = positive, help_heading = CLUSTER)]
     lanes: usize,
 
-    /// Of a node's link: 10gbit, 200mbit, 25GbE.
+    /// Of a host's port: 10gbit, 200mbit, 25GbE.
     #[arg(long, short = 'b', value_name = "RATE", default_value = "10gbit", allow_hyphen_values = true, help_heading = NETWORK)]
     bandwidth: Bandwidth,
 
@@ -66,8 +73,20 @@ pub(crate) struct Flags {
     #[arg(long, value_name = "TIME", value_parser = duration, allow_hyphen_values = true, help_heading = NETWORK)]
     latency: Option<Duration>,
 
-    /// What the switch's port holds for a node before it drops: 256kb, 2mb (powers of 1024) [default:
-    /// everything].
+    /// Racks of equally many hosts. Between a rack and the others there is one link each way, of
+    /// the rate of the rack's ports together, divided by --oversubscription. The plan says whether
+    /// adding up inside racks pays (which a job does if its nodes say --rack) [default: one switch
+    /// for all].
+    #[arg(long, value_name = "N", value_parser = positive, help_heading = NETWORK)]
+    racks: Option<usize>,
+
+    /// How many times more the ports of a rack carry than its link to the other racks: 1 is a
+    /// network without a bottleneck between racks, 4 or 8 is common.
+    #[arg(long, value_name = "X", default_value = "1", requires = "racks", allow_hyphen_values = true, help_heading = NETWORK)]
+    oversubscription: f64,
+
+    /// What the switch's port holds for a host before it drops: 256kb, 2mb (powers of 1024)
+    /// [default: everything].
     #[arg(long, value_name = "SIZE", value_parser = queue, help_heading = NETWORK)]
     queue: Option<u64>,
 
@@ -112,6 +131,7 @@ impl Question {
             network.latency = latency;
         }
         network.queue = flags.queue;
+        network.racks = flags.racks(&cluster)?;
         ensure!(flags.batch <= MOST_SAMPLES, "--batch must be at most {MOST_SAMPLES}");
         let (times, basis) = profile.times(&model, flags.batch)?;
         let mut setup = Setup::new(&model, times, cluster, flags.batch, network);
@@ -187,7 +207,25 @@ impl Flags {
                 }
             }
         };
-        Ok(Cluster::new(workers, servers, lanes)?)
+        let ranks_per_host = narrow("--ranks-per-host", self.ranks_per_host)?;
+        let places = Places { ranks_per_host, hosts_per_rack: None };
+        Ok(places.place(Cluster::new(workers, servers, lanes)?))
+    }
+
+    /// The racks that the hosts of `cluster` stand in.
+    fn racks(&self, cluster: &Cluster) -> anyhow::Result<Option<Racks>> {
+        let Some(racks) = self.racks else { return Ok(None) };
+        let hosts = Places::of(cluster).hosts(cluster);
+        ensure!(
+            hosts.is_multiple_of(racks),
+            "--racks {racks}: {hosts} hosts cannot be divided equally into {racks} racks"
+        );
+        let oversubscription = self.oversubscription;
+        ensure!(
+            (1.0..=MOST_OVERSUBSCRIBED).contains(&oversubscription),
+            "--oversubscription must be from 1 to {MOST_OVERSUBSCRIBED}, got {oversubscription}"
+        );
+        Ok(Some(Racks { hosts_per_rack: hosts / racks, oversubscription }))
     }
 }
 
@@ -258,6 +296,8 @@ const NETWORK: &str = "Network";
 const EXCHANGE: &str = "How layers are exchanged";
 /// More do not fit into any memory.
 const MOST_SAMPLES: usize = 1 << 24;
+/// No switch is built so, but somebody may want to see what it does.
+const MOST_OVERSUBSCRIBED: f64 = 1000.0;
 /// To the moon takes 1.3.
 const LONGEST_LATENCY: f64 = 10.0;
 

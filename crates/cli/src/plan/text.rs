@@ -1,10 +1,12 @@
 //! The plan in the terminal.
 
 use super::forecast::{Beyond, Forecast, Point};
+use super::links::LinkUse;
 use super::{Bandwidth, Question, bottleneck, fold};
 use crate::report::units;
 use crate::terminal::{Paint, printable, table, terminal_width};
 use poseidon_core::{Cluster, Servers};
+use poseidon_sim::Places;
 use std::io;
 use std::path::Path;
 
@@ -64,11 +66,19 @@ pub(super) fn basis(question: &Question) -> String {
 /// The machines there have to be.
 pub(super) fn machines(cluster: &Cluster) -> String {
     let workers = units::plural(cluster.workers() as u64, "worker");
+    let ranks = usize::from(Places::of(cluster).ranks_per_host);
+    let hosts = match ranks {
+        1 => String::new(),
+        _ => format!(" on {}", units::plural(cluster.workers().div_ceil(ranks) as u64, "host")),
+    };
     match cluster.servers() {
-        Servers::Colocated => format!("{workers} that are servers too"),
-        Servers::Dedicated(n) => format!("{workers} and {}", units::plural(n.into(), "server")),
+        Servers::Colocated => format!("{workers} that are servers too{hosts}"),
+        Servers::Dedicated(n) => {
+            format!("{workers}{hosts} and {}", units::plural(n.into(), "server"))
+        }
         Servers::Mixed(n) => {
-            format!("{workers} that are servers too and {}", units::plural(n.into(), "server"))
+            let servers = units::plural(n.into(), "server");
+            format!("{workers} that are servers too{hosts} and {servers}")
         }
     }
 }
@@ -102,6 +112,7 @@ fn facts(forecast: &Forecast) -> Vec<(&'static str, String)> {
             format!("{}: {}", bottleneck(outcome.bottleneck), printable(&outcome.reason)),
         ),
     ];
+    facts.extend(links(forecast));
     if let Some(beyond) = beyond {
         let enough = match beyond.enough {
             Some(bandwidth) => {
@@ -123,6 +134,23 @@ fn facts(forecast: &Forecast) -> Vec<(&'static str, String)> {
             ),
         };
         facts.push(("search", found));
+    }
+    facts
+}
+
+/// What passes ports, memory and racks' links, where these are not simply what nodes send.
+pub(super) fn links(forecast: &Forecast) -> Vec<(&'static str, String)> {
+    let Forecast { setup, outcome, racks, .. } = forecast;
+    let memory = LinkUse::of_memory(setup, outcome);
+    let rack = LinkUse::of_rack(setup, outcome);
+    let mut facts = Vec::new();
+    if memory.is_some() || rack.is_some() {
+        facts.push(("port", LinkUse::of_port(setup, outcome).words("a host")));
+    }
+    facts.extend(memory.map(|memory| ("memory", memory.words("a worker"))));
+    facts.extend(rack.map(|rack| ("rack link", rack.words("a rack"))));
+    if let Some(racks) = racks {
+        facts.extend([("racks", racks.words()), ("", racks.reason.clone())]);
     }
     facts
 }
