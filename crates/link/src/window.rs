@@ -51,10 +51,11 @@ mod options {
     const LEAST_ROUND_TRIP: usize = 148;
 
     /// The shortest time before something is sent again, and the longest time before something is
-    /// acknowledged, in microseconds. Kernels since 6.18 have both options. Without them it is 200 ms
-    /// and 40 ms. The first is the longer one, or nothing would be acknowledged in time.
-    const LEAST_RESEND: (libc::c_int, libc::c_int) = (45, 8000);
-    const LONGEST_DELAY: (libc::c_int, libc::c_int) = (46, 4000);
+    /// acknowledged: options of newer kernels, which libc does not name yet, and microseconds.
+    /// Without them both are 200 ms. The first is the longer one, or nothing would be acknowledged
+    /// in time. Less than two ticks of the kernel's clock, 8 ms, is refused.
+    const LEAST_RESEND: (libc::c_int, libc::c_int) = (45, 16_000);
+    const LONGEST_DELAY: (libc::c_int, libc::c_int) = (46, 8000);
 
     pub(super) fn set_largest_window(socket: &Socket, bytes: usize) -> io::Result<()> {
         let value = libc::c_int::try_from(bytes).unwrap_or(libc::c_int::MAX);

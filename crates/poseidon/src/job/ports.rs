@@ -64,6 +64,12 @@ impl Claims {
         }
     }
 
+    /// Nodes on the host that has the fewest.
+    fn fewest_on_a_host(&self) -> u16 {
+        let on = |host: u16| self.hosts.iter().filter(|of| **of == host).count() as u16;
+        self.hosts.iter().map(|host| on(*host)).min().unwrap_or(1)
+    }
+
     /// The nodes that measure, one for each host: its first worker, or its first server. Empty if
     /// nothing is to be measured.
     pub(crate) fn probers(&self) -> Vec<NodeId> {
@@ -139,7 +145,9 @@ impl Claims {
         merge_rates(&mut rates);
         // The slowest port is everybody's bound: more lanes than it needs gain nothing.
         let slowest = rates.iter().copied().min().unwrap_or(fastest);
-        let by_rate = lanes_for(slowest, self.lanes);
+        // The lanes of all nodes of a host share its port.
+        let by_rate = lanes_for(slowest, u16::MAX).div_ceil(self.fewest_on_a_host());
+        let by_rate = by_rate.min(self.lanes.max(1));
         let lanes = if self.lanes_by_rate { by_rate.max(most_interfaces) } else { self.lanes };
         let port = |number: u16| Port { number, rate: rates[usize::from(number)] };
         cluster.with_lanes(lanes)?.with_ports(ports.into_iter().map(port).collect())
@@ -283,6 +291,13 @@ mod tests {
         assert_eq!(claims.probers().len(), 2);
         let cluster = settled(&claims, &[(0, 2, 940), (2, 0, 940)]);
         assert_eq!(ports(&cluster), [(0, 940), (1, 100), (2, 940), (2, 940)]);
+    }
+
+    #[test]
+    fn nodes_of_a_host_share_the_lanes_that_its_port_needs() {
+        let claims = claims(&[LinkRate::Measured; 6], &[0, 0, 0, 1, 1, 1]);
+        assert_eq!(settled(&claims, &[(0, 3, 10_000), (3, 0, 10_000)]).lanes(), 1);
+        assert_eq!(settled(&claims, &[(0, 3, 40_000), (3, 0, 40_000)]).lanes(), 3);
     }
 
     #[test]
