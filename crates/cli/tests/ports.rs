@@ -32,6 +32,8 @@ fn exchange(rates: &[&str]) -> Vec<Output> {
         command.args(["--json", "--link-rate", rate]);
         command.env("RANK", rank.to_string()).env("WORLD_SIZE", rates.len().to_string());
         command.env("POSEIDON_COORDINATOR", &coordinator).env("POSEIDON_SECRET", "ports");
+        // Nodes of one host share its port: here each counts as a host.
+        command.env("POSEIDON_HOST", format!("host {rank}"));
         command.env_remove("POSEIDON_LOG").env_remove("POSEIDON_LINK_RATE");
         command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
     };

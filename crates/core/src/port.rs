@@ -91,7 +91,7 @@ const LEAST_BUDGET: usize = 192 << 10;
 /// How long the budget of a fast port keeps it busy, in seconds.
 const BUSY: f64 = 0.25e-3;
 /// A few packets. With smaller windows TCP sends short segments, which cost much CPU time.
-const LEAST_WINDOW: usize = 8 << 10;
+const LEAST_WINDOW: usize = 4 << 10;
 const MOST_WINDOW: usize = 1 << 20;
 
 /// What a measurement over one connection says of a port, in two significant digits.

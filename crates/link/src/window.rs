@@ -7,8 +7,11 @@ use std::time::Duration;
 /// The window that a connection between machines begins with.
 pub(crate) const FIRST: usize = 4 << 10;
 
-/// From now on, up to `bytes` bytes may be under way. It must not be fewer than before.
+/// From now on, up to `bytes` bytes may be under way, or two packets if those are more: a window that
+/// does not hold them makes TCP wait for timers. It must not be fewer than before.
 pub(crate) fn widen(socket: &Socket, bytes: usize) -> io::Result<()> {
+    let packet = socket.tcp_mss().unwrap_or(0) as usize;
+    let bytes = bytes.max(2 * packet);
     socket.set_recv_buffer_size(bytes)?;
     // When it connects, Linux also writes down the largest window that the first buffer allows.
     #[cfg(target_os = "linux")]
