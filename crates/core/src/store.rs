@@ -241,6 +241,13 @@ impl Store {
         self.slot(chunk).map_or(&[], |id| self.slots[id as usize].streams.nodes())
     }
 
+    /// Whether the sum of `chunk` that this node collects for `clock` has gone on to the node above:
+    /// only then may the result come back.
+    pub fn has_passed_on(&self, chunk: ChunkKey, clock: Clock) -> bool {
+        let slot = self.slot(chunk).map(|id| &self.slots[id as usize]);
+        slot.is_ok_and(|slot| slot.passes_on && slot.round.is_none() && slot.clock == clock.next())
+    }
+
     /// A contribution is about to arrive, from the wire or from the worker on this node. Its header
     /// is checked before a byte of its payload is taken.
     pub fn handle_push(

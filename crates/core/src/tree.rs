@@ -208,12 +208,15 @@ impl Tree {
     /// The nodes that send anything of sums or factors to `node` from other hosts.
     pub fn senders(&self, node: NodeId) -> Vec<NodeId> {
         let mut senders = Vec::new();
-        let turns = self.hosts.iter().map(|host| host.workers.len()).max().unwrap_or(1) as u32;
+        // After so many turns every host, and every rack, has had all its collectors.
+        let most = |sizes: &mut dyn Iterator<Item = usize>| sizes.max().unwrap_or(1).max(1) as u32;
+        let turns = most(&mut self.hosts.iter().map(|host| host.workers.len()))
+            * most(&mut self.racks.iter().map(|rack| rack.working.len()));
         for (root, turn) in
             (0..self.host_of.len() as u16).flat_map(|r| (0..turns).map(move |t| (r, t)))
         {
             let route = Route { root: NodeId(root), turn };
-            senders.extend(self.parent(node, route));
+            senders.extend(self.parent(node, route).filter(|_| self.contributes(node, route)));
             senders.extend(self.children(node, route));
         }
         senders.retain(|sender| self.host(*sender) != self.host(node));

@@ -18,6 +18,9 @@ pub enum Violation {
         /// The node that sent it.
         got: NodeId,
     },
+    /// The result of a chunk came before this node had collected all contributions to it.
+    #[error("a result at clock {0}, though contributions to it have not been collected here")]
+    TooEarly(Clock),
     /// The payload is not the chunk.
     #[error("payload of {got} bytes, expected {expected}")]
     Length {

@@ -186,6 +186,45 @@ proptest! {
     }
 }
 
+/// Two hosts of two workers: node 2 collects for node 0's chunk, and gives it no parameters.
+#[test]
+fn a_collector_passes_a_sum_on_and_awaits_its_result_only_then() {
+    let cluster = Cluster::new(4, Servers::Colocated, 1).unwrap();
+    let cluster = cluster.with_hosts(vec![0, 0, 1, 1], Vec::new()).unwrap();
+    let plan = Plan::new(&cluster, &[Layer::new("l", 1 << 12)], Rules::default());
+    let (key, home) = plan.all_chunks().next().unwrap();
+    assert_eq!(home.node, NodeId(0));
+    let shard = Shard { node: NodeId(2), lane: home.lane };
+    let adam = "adam".parse().unwrap();
+    let mut store = Store::new(&plan, shard, adam, Order::Arrival);
+    assert_eq!(store.contributors(key), [NodeId(2), NodeId(3)]);
+    let len = plan.len(key);
+    let contribute = |store: &mut Store, kind, worker: u16, clock: u64, len: usize| {
+        let header = Header { chunk: key, ..header(kind, worker, clock, len) };
+        let mut sum = store.handle_push(&header, Duration::ZERO)?;
+        if len > 0 {
+            store.handle_piece(&mut sum, &vec![1.5; len], None);
+        }
+        Ok::<_, Violation>(store.handle_contributed(sum, None))
+    };
+    // Neither has worker 0's initial values.
+    assert!(contribute(&mut store, Kind::Init, 3, 0, 0).unwrap().is_none());
+    assert!(!store.has_passed_on(key, Clock(0)));
+    let ready = contribute(&mut store, Kind::Init, 2, 0, 0).unwrap().unwrap();
+    assert_eq!(ready.way, Way::Up { kind: Kind::Init, rate: 0.5 });
+    assert!(matches!(ready.result, Outcome::Nothing));
+    assert!(store.has_passed_on(key, Clock(0)));
+    assert!(contribute(&mut store, Kind::Push, 2, 1, len).unwrap().is_none());
+    assert!(!store.has_passed_on(key, Clock(1)) && !store.has_passed_on(key, Clock(0)));
+    let stranger = contribute(&mut store, Kind::Push, 1, 1, len).unwrap_err();
+    assert_eq!(stranger, Violation::NotAWorker(NodeId(1)));
+    let sum = contribute(&mut store, Kind::Push, 3, 1, len).unwrap().unwrap();
+    assert_eq!(sum.way, Way::Up { kind: Kind::Push, rate: 0.5 });
+    assert!(held(Some(sum)).iter().all(|v| *v == 3.0));
+    assert!(store.has_passed_on(key, Clock(1)));
+    assert!(store.rule_state(key).is_none());
+}
+
 /// What a simulation relies on: the same verdicts and the same answers, without a number in memory.
 #[test]
 fn a_ghost_judges_and_counts_like_a_store() {

@@ -85,6 +85,16 @@ fn a_rack_sends_one_stream() {
     assert_eq!(tree.parent(NodeId(4), route(2, 0)), Some(NodeId(6)));
 }
 
+/// One host in the first rack, three in the second: all three collect for their rack in turn.
+#[test]
+fn all_collectors_of_a_rack_are_senders() {
+    let tree = tree(&[1; 4], &[1, 3]);
+    assert_eq!(tree.senders(NodeId(0)), nodes(&[1, 2, 3]));
+    // Servers have nothing to send to each other.
+    let tree = on(Servers::Dedicated(2), &[2, 2, 1, 1], &[]);
+    assert_eq!(tree.senders(NodeId(4)), nodes(&[0, 1, 2, 3]));
+}
+
 #[test]
 fn sums_are_in_the_order_of_ranks() {
     let tree = tree(&[2, 2, 1], &[]);

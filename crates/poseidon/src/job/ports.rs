@@ -27,6 +27,9 @@ pub(crate) struct Claims {
     lanes_by_rate: bool,
 }
 
+/// No machine has more interfaces than this: more lanes would only cost descriptors.
+const MOST_INTERFACES: usize = 64;
+
 /// Gives names numbers, in the order in which they come.
 #[derive(Default)]
 struct Numbers<'a>(BTreeMap<&'a str, u16>);
@@ -56,7 +59,9 @@ impl Claims {
         let named = joins.clone().any(|join| join.facts.rack.is_some());
         Self {
             rates: joins.clone().map(|join| join.link_rate).collect(),
-            interfaces: joins.map(|join| join.facts.interfaces() as u16).collect(),
+            interfaces: joins
+                .map(|join| join.facts.interfaces().min(MOST_INTERFACES) as u16)
+                .collect(),
             hosts: host_of,
             racks: if named { rack_of } else { Vec::new() },
             lanes: first.map_or(1, |join| join.lanes),
@@ -94,9 +99,9 @@ impl Claims {
     /// how fast.
     ///
     /// Of each way through a port the fastest counts, and of the two ways the slower one: layers
-    /// need both alike. A node whose rate is given has a port of its own, and so has a node whose
-    /// budget is smaller than its host's port. A port that was not measured counts as the fastest
-    /// one.
+    /// need both alike. Nodes of one host that give the same rate share a port of it. A node whose
+    /// budget is smaller than its part of its host's port has a port of its own. A port that was not
+    /// measured counts as the fastest one.
     pub(crate) fn settle(
         &self,
         cluster: Cluster,
@@ -104,7 +109,7 @@ impl Claims {
     ) -> Result<Cluster, ClusterError> {
         let cluster = cluster.with_hosts(self.hosts.clone(), self.racks.clone())?;
         // Ports are numbered in the order of their first nodes.
-        let mut numbers: BTreeMap<(u16, Option<usize>), u16> = BTreeMap::new();
+        let mut numbers: BTreeMap<(u16, Option<usize>, Option<Rate>), u16> = BTreeMap::new();
         let mut rates: Vec<Option<Rate>> = Vec::new();
         let mut ports = Vec::new();
         let measured = |host: u16| {
@@ -112,22 +117,27 @@ impl Claims {
             let out = seen.iter().filter(|(from, ..)| here(*from)).map(|seen| seen.2).max();
             let back = seen.iter().filter(|(_, to, _)| here(*to)).map(|seen| seen.2).max();
             let rate = out.into_iter().chain(back).min().map(judge_measured)?;
-            // Lane 0 is measured, which uses one of the interfaces.
+            // Lane 0 is measured, which uses one of the interfaces. Those without a lane do not count.
             let first = self.hosts.iter().position(|of| *of == host)?;
-            Some(Rate::nearest(rate.bits() as f64 * f64::from(self.interfaces[first])))
+            let lanes = if self.lanes_by_rate { u16::MAX } else { self.lanes };
+            let interfaces = self.interfaces[first].min(lanes);
+            Some(Rate::nearest(rate.bits() as f64 * f64::from(interfaces)))
         };
+        let on = |host: u16| self.hosts.iter().filter(|of| **of == host).count() as u64;
         for (node, (claim, &host)) in self.rates.iter().zip(&self.hosts).enumerate() {
             let (own, rate) = match (claim, measured(host)) {
-                (LinkRate::Given(rate), _) => (Some(node), Some(*rate)),
-                (LinkRate::AtMost(budget), rate) if rate.is_some_and(|rate| rate > *budget) => {
-                    (Some(node), Some(*budget))
+                (LinkRate::Given(rate), _) => ((None, Some(*rate)), Some(*rate)),
+                (LinkRate::AtMost(budget), Some(rate))
+                    if rate.bits() / on(host) > budget.bits() =>
+                {
+                    ((Some(node), None), Some(*budget))
                 }
                 (LinkRate::AtMost(_) | LinkRate::Measured | LinkRate::Unknown, rate) => {
-                    (None, rate)
+                    ((None, None), rate)
                 }
             };
             let next = rates.len() as u16;
-            let number = *numbers.entry((host, own)).or_insert(next);
+            let number = *numbers.entry((host, own.0, own.1)).or_insert(next);
             if number == next {
                 rates.push(rate);
             }
@@ -291,6 +301,16 @@ mod tests {
         assert_eq!(claims.probers().len(), 2);
         let cluster = settled(&claims, &[(0, 2, 940), (2, 0, 940)]);
         assert_eq!(ports(&cluster), [(0, 940), (1, 100), (2, 940), (2, 940)]);
+    }
+
+    #[test]
+    fn nodes_of_a_host_that_give_the_same_rate_share_a_port() {
+        let given = claims(&[LinkRate::Given(rate(1000)); 4], &[0, 0, 0, 1]);
+        assert_eq!(ports(&settled(&given, &[])), [(0, 1000), (0, 1000), (0, 1000), (1, 1000)]);
+        // Two budgets of 400 Mbit/s are more than half of a port of 700.
+        let budgets = claims(&[LinkRate::AtMost(rate(400)); 4], &[0, 0, 1, 1]);
+        let seen = [(0, 2, 700), (2, 0, 700)];
+        assert_eq!(ports(&settled(&budgets, &seen)), [(0, 700), (0, 700), (1, 700), (1, 700)]);
     }
 
     #[test]

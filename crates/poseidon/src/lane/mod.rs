@@ -212,11 +212,15 @@ impl SessionLane {
         if stall.waited < patience {
             return Ok(());
         }
+        let through = |name: String| match stall.collected {
+            true => format!("{name}, or a worker that contributes through it"),
+            false => name,
+        };
         Err(Error::Stalled {
             layer: self.layer_name(stall.key.layer),
             chunk: stall.key.index,
             clock: stall.clock,
-            missing: stall.missing.iter().map(|&n| self.cluster.name(n)).collect(),
+            missing: stall.missing.iter().map(|&n| through(self.cluster.name(n))).collect(),
             waited: stall.waited,
         })
     }

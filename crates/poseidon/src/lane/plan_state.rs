@@ -210,8 +210,12 @@ impl PlanState {
                 let range = syncer.handle_update(header)?;
                 let exchange = self.exchanges[layer].clone().ok_or(Violation::NotInFlight)?;
                 let region = Lent { exchange, range }.result_region();
-                // What others have from this node is read again soon.
+                // What others have from this node is read again soon. Their contributions, and this
+                // worker's, may be in the memory that the result goes to.
                 let passes_on = syncer.part(header.chunk.index).is_some_and(|part| part.collects);
+                if passes_on && !self.store.has_passed_on(header.chunk, header.clock) {
+                    return Err(Violation::TooEarly(header.clock));
+                }
                 let past_cache = self.results_are_large && !passes_on;
                 (Landing::Assign { region, past_cache }, Arriving::Result)
             }
