@@ -14,8 +14,9 @@ set -euo pipefail
 PREFIX=${PREFIX:-poseidon}
 SWITCH=$PREFIX-switch
 # Chosen by measurement at 1 Gbit/s: a burst of 16 KB costs a third of the rate in retransmissions, and a
-# queue that cannot hold many 64 KB segments lets almost nothing through.
-BURST=128kb
+# queue that cannot hold many 64 KB segments lets almost nothing through. Ports of more than 10 Gbit/s need more:
+# 128 KB pass in 0.1 ms at that rate, and timers are not much finer.
+BURST=${BURST:-128kb}
 # What waits at either end of a link before more is dropped; --queue overrules it. Ordinary switches have 100 KB to
 # 2 MB a port.
 QUEUE=${QUEUE:-2mb}
@@ -26,7 +27,7 @@ CONGESTION=${CONGESTION:-cubic}
 
 namespaces() { ip netns list | cut -d' ' -f1 | grep -x "$PREFIX-$1" || true; }
 node_count() { namespaces 'node[0-9]*' | wc -l; }
-limit() { tc -n "$1" qdisc replace dev "$2" root tbf rate "$RATE" burst $BURST limit "$QUEUE"; }
+limit() { tc -n "$1" qdisc replace dev "$2" root tbf rate "$RATE" burst "$BURST" limit "$QUEUE"; }
 sent() { tc -n "$1" -s qdisc show dev "$2" | awk '$1 == "Sent" { print $2; exit }'; }
 
 add_namespace() {

@@ -1,4 +1,7 @@
-"""The nets of `cargo xtask bench torch`, each with a batch to train on."""
+"""The nets of `cargo xtask bench torch` and `bench gpu`, each with a batch to train on.
+
+A net's answer has a class per row, and its last dimension is the classes.
+"""
 
 import math
 import time
@@ -176,4 +179,61 @@ def deep():
     return nn.Sequential(*(module for block in blocks for module in block)), torch.rand(8, width), torch.arange(8) % 10
 
 
-NETS = {"vgg": vgg, "fc": fc, "cnn": cnn, "transformer": transformer, "deep": deep}
+def images(net, batch):
+    return net, torch.rand(batch, 3, 224, 224), torch.arange(batch) % 1000
+
+
+def resnet50():
+    from torchvision import models
+
+    return images(models.resnet50(), 32)
+
+
+def convnext_tiny():
+    from torchvision import models
+
+    return images(models.convnext_tiny(), 16)
+
+
+def vgg19():
+    from torchvision import models
+
+    return images(models.vgg19(), 32)
+
+
+class Gpt2(nn.Module):
+    """GPT-2 with 124M parameters and random weights: nothing is downloaded. It answers with logits alone."""
+
+    def __init__(self):
+        super().__init__()
+        from transformers import GPT2Config, GPT2LMHeadModel
+
+        self.lm = GPT2LMHeadModel(GPT2Config(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False))
+
+    def forward(self, tokens):
+        return self.lm(input_ids=tokens).logits
+
+
+def gpt2():
+    net = Gpt2()
+    tokens = torch.randint(0, net.lm.config.vocab_size, (4, 257))
+    return net, tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+
+def tiny():
+    """So small that everything about it can be tried on a CPU. Its first Linear layer goes by factors."""
+    net = nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(4), nn.Flatten(),
+        nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 10),
+    )  # fmt: skip
+    return net, torch.rand(8, 3, 32, 32), torch.arange(8) % 10
+
+
+NETS = {"vgg": vgg, "fc": fc, "cnn": cnn, "transformer": transformer, "deep": deep, "tiny": tiny}
+# As people train them, on a GPU.
+NETS.update(resnet50=resnet50, convnext_tiny=convnext_tiny, vgg19=vgg19, gpt2=gpt2)
+
+
+def loss(net, x, y):
+    """The mean over all rows."""
+    return F.cross_entropy(net(x).flatten(0, -2), y.flatten())

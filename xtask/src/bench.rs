@@ -6,6 +6,7 @@ mod contender;
 mod environment;
 mod exchange;
 mod finding;
+mod gpu;
 mod hosts;
 mod links;
 mod measurement;
@@ -29,6 +30,19 @@ use clap::Subcommand;
 pub(crate) enum Bench {
     /// One full exchange of a gradient on this machine, beside Gloo and Open MPI
     Exchange(exchange::Args),
+    /// Training with PyTorch on a GPU, beside stock DistributedDataParallel; parts of it need root
+    ///
+    /// Ranks are in network namespaces with rate-limited ports and share this machine's one NVIDIA
+    /// GPU. Contenders take turns in the same processes. `apart` is the same ranks without
+    /// synchronisation; `ddp` is torch's DistributedDataParallel on Gloo, `ddp-nccl` on NCCL over
+    /// TCP, `ddp-poseidon` on Poseidon's backend; `poseidon` and `poseidon-server` are
+    /// poseidon.torch. The table shows all of them beside what the wire allows.
+    ///
+    /// Without cargo on the machine with the GPU, carry this command's binary there and run it from
+    /// the checkout's root. --nets, --nodes, --gbit, --precision, --contenders, --rounds and
+    /// --turn-seconds choose how long it takes: a turn takes about a second and a half, and every
+    /// net has rounds x contenders of them for each number of ranks, rate and precision.
+    Gpu(Box<gpu::Args>),
     /// Exchanges of several ranks per host beside Gloo and Open MPI; needs root
     ///
     /// Ranks of several hosts sum a buffer. A host is a network namespace, and its ranks share its
@@ -60,6 +74,7 @@ pub(crate) enum Bench {
 pub(crate) fn run(bench: &Bench) -> Result<()> {
     match bench {
         Bench::Exchange(args) => exchange::run(args),
+        Bench::Gpu(args) => gpu::run(args),
         Bench::Hosts(args) => hosts::run(args),
         Bench::Links(args) => links::run(args),
         Bench::Torch(args) => torch::run(args),

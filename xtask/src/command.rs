@@ -1,9 +1,10 @@
 //! Running other programs.
 
 use anyhow::{Context, Result, anyhow, bail};
-use std::io::Read;
+use std::io::{BufRead, BufReader, Read};
 use std::path::PathBuf;
 use std::process::{Child, Command, ExitStatus, Stdio};
+use std::sync::mpsc::channel;
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -65,6 +66,53 @@ pub(crate) fn output_within(command: &mut Command, limit: Duration) -> Result<St
         None => bail!("no end within {} s: {}", limit.as_secs(), tail(&said)),
         Some(status) if !status.success() => bail!("{status}: {}", tail(&said)),
         Some(_) => Ok(stdout),
+    }
+}
+
+/// Runs a command that must end within `limit`, and hands over each line of its standard output as
+/// it comes: what was printed before a command fails or overstays is not lost. The error carries
+/// the end of what it wrote to standard error.
+pub(crate) fn lines_within(
+    command: &mut Command,
+    limit: Duration,
+    mut take: impl FnMut(&str) -> Result<()>,
+) -> Result<()> {
+    let mut child = command
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .with_context(|| format!("starting {}", shown(command)))?;
+    let deadline = Instant::now() + limit;
+    let stderr = drain(child.stderr.take());
+    let (send, lines) = channel();
+    let output = child.stdout.take();
+    thread::spawn(move || {
+        let lines = output.into_iter().flat_map(|output| BufReader::new(output).lines());
+        // Whoever no longer listens has seen enough.
+        lines.map_while(Result::ok).take_while(|line| send.send(line.clone()).is_ok()).count();
+    });
+    let left = || deadline.saturating_duration_since(Instant::now());
+    let mut taken = Ok(());
+    while taken.is_ok() {
+        // No line means that output has ended, or that the time is up.
+        let Ok(line) = lines.recv_timeout(left()) else { break };
+        taken = take(&line);
+    }
+    // Output that has ended says that the command is about to; anything else is over now.
+    let status = match &taken {
+        Ok(()) => wait_until(&mut child, deadline)?,
+        Err(_) => None,
+    };
+    if status.is_none() {
+        end(&mut child)?;
+    }
+    let said = stderr.join().map_err(|_| anyhow!("reading standard error"))?;
+    taken?;
+    match status {
+        None => bail!("no end within {} s: {}", limit.as_secs(), tail(&said)),
+        Some(status) if !status.success() => bail!("{status}: {}", tail(&said)),
+        Some(_) => Ok(()),
     }
 }
 
@@ -140,6 +188,27 @@ mod tests {
         let words = ["sh", "-c", "echo stuck >&2; exec sleep 600"];
         let error = output_within(&mut command(&words), Duration::from_millis(200)).unwrap_err();
         assert_eq!(error.to_string(), "no end within 0 s: stuck");
+    }
+
+    #[test]
+    fn lines_come_before_a_command_fails() {
+        let mut lines = Vec::new();
+        let script = "echo one; echo two; echo why >&2; exit 3";
+        let limit = Duration::from_secs(60);
+        let ended = lines_within(&mut command(&["sh", "-c", script]), limit, |line| {
+            lines.push(line.to_owned());
+            Ok(())
+        });
+        assert_eq!(ended.unwrap_err().to_string(), "exit status: 3: why");
+        assert_eq!(lines, ["one", "two"]);
+    }
+
+    #[test]
+    fn a_line_that_cannot_be_used_ends_the_command() {
+        let words = ["sh", "-c", "echo nonsense; exec sleep 600"];
+        let limit = Duration::from_secs(60);
+        let ended = lines_within(&mut command(&words), limit, |line| bail!("not a fact: {line}"));
+        assert_eq!(ended.unwrap_err().to_string(), "not a fact: nonsense");
     }
 
     #[test]

@@ -1,9 +1,10 @@
 //! One door for everything that is done to this repository: `cargo xtask check`, `test`, `tidy`,
-//! `fuzz` and `bench`. CI calls the same commands.
+//! `fuzz`, `dist` and `bench`. CI calls the same commands.
 
 mod bench;
 mod check;
 mod command;
+mod dist;
 mod fuzz;
 mod python;
 mod stages;
@@ -33,6 +34,8 @@ enum Task {
     Tidy,
     /// Fuzz one target with libFuzzer; needs cargo-fuzz and a nightly toolchain
     Fuzz(fuzz::Args),
+    /// Build wheels of the Python package, with the poseidon command, for x86_64 and aarch64
+    Dist(dist::Args),
     /// Measure, and record the result as a dated folder
     #[command(subcommand)]
     Bench(bench::Bench),
@@ -62,6 +65,7 @@ fn run(args: Args) -> Result<()> {
         Task::Test => test::run(),
         Task::Tidy => tidy::run(),
         Task::Fuzz(args) => fuzz::run(&args),
+        Task::Dist(args) => dist::run(&args),
         Task::Bench(bench) => bench::run(&bench),
     }
 }

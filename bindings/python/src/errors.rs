@@ -39,6 +39,13 @@ create_exception!(
 );
 create_exception!(poseidon, ProtocolError, PoseidonError, "A node broke the protocol: `node`.");
 
+create_exception!(
+    poseidon,
+    ModelMismatchError,
+    PoseidonError,
+    "Workers have wrapped models, or made optimizers, that are not the same."
+);
+
 pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     let py = module.py();
     module.add("PoseidonError", py.get_type::<PoseidonError>())?;
@@ -48,6 +55,7 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("LostError", py.get_type::<LostError>())?;
     module.add("TimeoutError", py.get_type::<TimeoutError>())?;
     module.add("AbortedError", py.get_type::<AbortedError>())?;
+    module.add("ModelMismatchError", py.get_type::<ModelMismatchError>())?;
     module.add("ProtocolError", py.get_type::<ProtocolError>())
 }
 
@@ -61,6 +69,7 @@ pub(crate) fn raise(py: Python<'_>, error: Error) -> PyErr {
         | Error::Length { .. }
         | Error::Factors { .. }
         | Error::Scheme { .. }
+        | Error::Encoding { .. }
         | Error::RuleState { .. }
         | Error::InFlight { .. }
         | Error::NotInFlight { .. }

@@ -3,8 +3,10 @@
 //! Tensors come as an address, a number of elements and a type; what keeps them alive comes with them
 //! and is held until the operation is done. Waits release the interpreter's lock.
 
+use crate::Session;
+use crate::apart::Apart;
 use crate::errors::raise;
-use poseidon::collectives::{Request, Tensor, Terms};
+use poseidon::collectives::{DeviceTensor, Request, Tensor, Terms};
 use poseidon::config::{Config, connect_timeout, credentials};
 use poseidon::coordinator::query;
 use poseidon::{Coordinator, Dtype, Rate, ReduceOp, Secret};
@@ -160,35 +162,64 @@ impl Group {
         peer: Option<u16>,
         tag: u32,
     ) -> PyResult<Work> {
-        let op = *ReduceOp::ALL.get(op).ok_or_else(|| PyValueError::new_err("no such op"))?;
+        let asked = Asked { operation, op, root, peer, tag };
         let inputs: Vec<Tensor> = inputs.into_iter().map(tensor).collect::<PyResult<_>>()?;
         let outputs: Vec<Tensor> = outputs.into_iter().map(tensor).collect::<PyResult<_>>()?;
-        let first = |list: &[Tensor]| {
-            list.first().copied().ok_or_else(|| PyValueError::new_err("a tensor is missing"))
-        };
         let large = inputs.iter().any(|tensor| tensor.count() > SMALL);
-        let request = match operation {
-            "all_reduce" => Request::AllReduce { tensor: first(&inputs)?, op },
-            "broadcast" => Request::Broadcast { tensor: first(&inputs)?, root },
-            "reduce" => Request::Reduce { tensor: first(&inputs)?, root, op },
-            "all_gather" => Request::AllGather { input: first(&inputs)?, outputs },
-            "reduce_scatter" => Request::ReduceScatter { output: first(&outputs)?, inputs, op },
-            "gather" => Request::Gather { input: first(&inputs)?, outputs, root },
-            "scatter" => Request::Scatter { output: first(&outputs)?, inputs, root },
-            "all_to_all" => Request::AllToAll { inputs, outputs },
-            "barrier" => Request::Barrier,
-            "send" => {
-                let to = peer.ok_or_else(|| PyValueError::new_err("send to whom?"))?;
-                Request::Send { tensor: first(&inputs)?, to, tag }
-            }
-            "receive" => Request::Receive { tensor: first(&outputs)?, from: peer, tag },
-            other => return Err(PyValueError::new_err(format!("no operation '{other}'"))),
-        };
+        let request = asked.request(inputs, outputs)?;
         let terms = Terms { timeout: seconds(timeout)?, waits };
         let group = &self.inner;
         let begin = || group.begin(request, terms, Box::new(keep));
         // A large operation copies before it returns: let others run meanwhile.
         let work = if large { py.detach(begin) } else { begin() };
+        Ok(Work { inner: work.map_err(|error| raise(py, error))? })
+    }
+
+    /// As `begin`, of tensors on a device, when the work that `stream` has now is done.
+    #[pyo3(signature = (operation, inputs, outputs, keep, timeout, device, stream, *, op=0, root=0, peer=None, tag=0))]
+    #[expect(clippy::too_many_arguments, reason = "keyword arguments of a Python function")]
+    fn begin_on_device(
+        &self,
+        py: Python<'_>,
+        operation: &str,
+        inputs: Vec<Spec>,
+        outputs: Vec<Spec>,
+        keep: Py<PyAny>,
+        timeout: f64,
+        device: usize,
+        stream: u64,
+        op: usize,
+        root: u16,
+        peer: Option<u16>,
+        tag: u32,
+    ) -> PyResult<Work> {
+        let asked = Asked { operation, op, root, peer, tag };
+        let copier = self.inner.cuda_copier(device).map_err(|error| raise(py, error))?;
+        let inputs: Vec<_> = inputs.into_iter().map(device_tensor).collect::<PyResult<_>>()?;
+        let outputs: Vec<_> = outputs.into_iter().map(device_tensor).collect::<PyResult<_>>()?;
+        let terms = Terms { timeout: seconds(timeout)?, waits: false };
+        let mut refused = None;
+        // SAFETY: the Python side passes contiguous tensors and, as `keep`, what owns them; it uses them
+        // again on streams that have been made to wait.
+        let work = unsafe {
+            self.inner.begin_on_device(
+                (&copier, stream),
+                &inputs,
+                &outputs,
+                |inputs, outputs| {
+                    asked.request(inputs, outputs).map_err(|error| {
+                        let words = error.to_string();
+                        refused = Some(error);
+                        poseidon::Error::Config(words)
+                    })
+                },
+                terms,
+                Box::new(keep),
+            )
+        };
+        if let Some(refused) = refused {
+            return Err(refused);
+        }
         Ok(Work { inner: work.map_err(|error| raise(py, error))? })
     }
 
@@ -228,9 +259,19 @@ struct Work {
 #[pymethods]
 impl Work {
     /// Waits until it is done: true; or `timeout` seconds have passed: false. Raises what went wrong.
-    #[pyo3(signature = (timeout=None))]
-    fn wait(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<bool> {
+    /// With a `session` of the same workers, looks meanwhile whether one of them waits for this one in
+    /// another call; `what` says what is awaited here.
+    #[pyo3(signature = (timeout=None, session=None, what=""))]
+    fn wait(
+        &self,
+        py: Python<'_>,
+        timeout: Option<f64>,
+        session: Option<&Session>,
+        what: &str,
+    ) -> PyResult<bool> {
         let deadline = timeout.map(seconds).transpose()?.map(|wait| Instant::now() + wait);
+        let session = session.map(Session::session).transpose()?;
+        let mut apart = session.as_deref().map(Apart::new);
         loop {
             let left = deadline.map(|d| d.saturating_duration_since(Instant::now()));
             let slice = left.map_or(SIGNALS, |left| left.min(SIGNALS));
@@ -243,7 +284,14 @@ impl Work {
                 return Ok(false);
             }
             py.check_signals()?;
+            let error = py.detach(|| apart.as_mut().and_then(|apart| apart.look(what)));
+            error.map_or(Ok(()), Err)?;
         }
+    }
+
+    /// Has `stream` wait until results are on their device.
+    fn make_wait(&self, py: Python<'_>, stream: u64) -> PyResult<()> {
+        self.inner.make_wait(stream).map_err(|error| raise(py, error))
     }
 
     fn is_done(&self) -> bool {
@@ -264,6 +312,43 @@ impl Work {
     /// The rank a received message came from.
     fn source(&self) -> PyResult<u16> {
         self.inner.source().ok_or_else(|| PyRuntimeError::new_err("nothing was received"))
+    }
+}
+
+/// What is asked for, besides tensors.
+struct Asked<'a> {
+    operation: &'a str,
+    op: usize,
+    root: u16,
+    peer: Option<u16>,
+    tag: u32,
+}
+
+impl Asked<'_> {
+    fn request(&self, inputs: Vec<Tensor>, outputs: Vec<Tensor>) -> PyResult<Request> {
+        let Self { operation, op, root, peer, tag } = *self;
+        let op = *ReduceOp::ALL.get(op).ok_or_else(|| PyValueError::new_err("no such op"))?;
+        let first = |list: &[Tensor]| {
+            list.first().copied().ok_or_else(|| PyValueError::new_err("a tensor is missing"))
+        };
+        let request = match operation {
+            "all_reduce" => Request::AllReduce { tensor: first(&inputs)?, op },
+            "broadcast" => Request::Broadcast { tensor: first(&inputs)?, root },
+            "reduce" => Request::Reduce { tensor: first(&inputs)?, root, op },
+            "all_gather" => Request::AllGather { input: first(&inputs)?, outputs },
+            "reduce_scatter" => Request::ReduceScatter { output: first(&outputs)?, inputs, op },
+            "gather" => Request::Gather { input: first(&inputs)?, outputs, root },
+            "scatter" => Request::Scatter { output: first(&outputs)?, inputs, root },
+            "all_to_all" => Request::AllToAll { inputs, outputs },
+            "barrier" => Request::Barrier,
+            "send" => {
+                let to = peer.ok_or_else(|| PyValueError::new_err("send to whom?"))?;
+                Request::Send { tensor: first(&inputs)?, to, tag }
+            }
+            "receive" => Request::Receive { tensor: first(&outputs)?, from: peer, tag },
+            other => return Err(PyValueError::new_err(format!("no operation '{other}'"))),
+        };
+        Ok(request)
     }
 }
 
@@ -292,6 +377,13 @@ fn tensor((address, count, dtype): Spec) -> PyResult<Tensor> {
     Ok(unsafe { Tensor::from_raw(start, count, dtype) })
 }
 
-fn seconds(value: f64) -> PyResult<Duration> {
+fn device_tensor((address, count, dtype): Spec) -> PyResult<DeviceTensor> {
+    let dtype = *Dtype::ALL
+        .get(usize::from(dtype))
+        .ok_or_else(|| PyValueError::new_err(format!("no type {dtype}")))?;
+    Ok(DeviceTensor { address: address as u64, count, dtype })
+}
+
+pub(crate) fn seconds(value: f64) -> PyResult<Duration> {
     Duration::try_from_secs_f64(value).map_err(|e| PyValueError::new_err(e.to_string()))
 }

@@ -4,66 +4,96 @@
 //! wait releases the interpreter's lock. What a framework needs beyond that is in the package's
 //! Python files.
 
+mod apart;
+mod device;
 mod errors;
 mod group;
 
+use apart::wait_for_layer;
+use device::DeviceMemory;
 use errors::raise;
 use poseidon::{
-    Buffer, Cluster, Config, Factors, Layer, LayerId, LayerKind, Limit, Optimizer, Policy, Rate,
-    RuleState, Servers,
+    Buffer, Cluster, Config, Encoding, Encodings, Factors, HalfFactors, Layer, LayerId, LayerKind,
+    Limit, Optimizer, Policy, Rate, RuleState, Servers,
 };
 use poseidon_core::scheme;
 use pyo3::exceptions::{PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
+use pyo3::types::PyByteArray;
 use std::ptr::NonNull;
 use std::sync::{Arc, Mutex, PoisonError};
+use xxhash_rust::xxh3::xxh3_64;
 
-/// Memory of a tensor: where it is, how many float32 it has, and who keeps it alive.
+/// Memory of a tensor: where it is, how many elements it has, and who keeps it alive. The elements
+/// are what the layer says, or float32.
 #[derive(FromPyObject)]
 struct Memory(usize, usize, Py<PyAny>);
 
 impl Memory {
-    fn buffer(self) -> PyResult<Buffer> {
+    fn buffer(self, encoding: Encoding) -> PyResult<Buffer> {
         let Self(address, len, owner) = self;
-        if len == 0 {
-            return Ok(Buffer::default());
-        }
-        if address % align_of::<f32>() != 0 {
+        // Any address is aligned for no elements.
+        let address = if len == 0 { encoding.width() } else { address };
+        if address % encoding.width() != 0 {
             return Err(PyValueError::new_err(format!("address {address:#x} is not aligned")));
         }
-        let Some(start) = NonNull::new(address as *mut f32) else {
+        let Some(start) = NonNull::new(address as *mut u8) else {
             return Err(PyValueError::new_err("a tensor without memory"));
         };
-        // SAFETY: the Python side passes the address and length of a contiguous float32 tensor on the
-        // CPU together with the tensor, which keeps the memory alive, and touches it again only after
-        // `receive` has given it back.
-        Ok(unsafe { Buffer::from_raw(start, len, Box::new(owner)) })
+        // SAFETY: the Python side passes the address and length of a contiguous tensor on the CPU, of
+        // the type that `encoding` says, together with the tensor, which keeps the memory alive, and
+        // touches it again only after `receive` has given it back.
+        Ok(unsafe { Buffer::encoded_from_raw(start, len, encoding, Box::new(owner)) })
     }
 
-    fn slice(&self) -> PyResult<&[f32]> {
+    /// The elements, which are as wide as a `T`.
+    fn slice<T: Element>(&self) -> PyResult<&[T]> {
         let Self(address, len, _) = *self;
         if len == 0 {
             return Ok(&[]);
         }
-        if address == 0 || address % align_of::<f32>() != 0 {
-            return Err(PyValueError::new_err(format!("no float32 memory at {address:#x}")));
+        if address == 0 || address % align_of::<T>() != 0 {
+            let width = size_of::<T>();
+            let words = format!("no numbers of {width} bytes at {address:#x}");
+            return Err(PyValueError::new_err(words));
         }
-        // SAFETY: as for `buffer`; the owner is held by `self`, and the memory is only read.
-        Ok(unsafe { std::slice::from_raw_parts(address as *const f32, len) })
+        // SAFETY: as for `buffer`; the owner is held by `self`, and the memory is only read. Any bits
+        // are an element.
+        Ok(unsafe { std::slice::from_raw_parts(address as *const T, len) })
     }
 }
 
-/// A layer: its name, its number of parameters and, if it goes by factors, outputs, inputs and rows.
-#[derive(FromPyObject)]
-struct LayerSpec(String, usize, Option<(usize, usize, usize)>);
+/// What memory may be taken for: types of which any bits are a value.
+trait Element {}
+impl Element for f32 {}
+impl Element for u16 {}
 
-impl From<LayerSpec> for Layer {
-    fn from(LayerSpec(name, len, fc): LayerSpec) -> Self {
-        let layer = Self::new(name, len);
-        match fc {
-            Some((m, n, rows)) => Self { kind: LayerKind::Fc { m, n }, rows: Some(rows), ..layer },
+/// Outputs, inputs and rows of a layer that goes by factors.
+type Shape = (usize, usize, usize);
+
+/// A layer: its name, its number of parameters, its shape if it goes by factors and, unless both are
+/// float32, how its numbers travel up and down.
+#[derive(FromPyObject)]
+enum LayerSpec {
+    Encoded(String, usize, Option<Shape>, String, String),
+    Plain(String, usize, Option<Shape>),
+}
+
+impl LayerSpec {
+    fn layer(self) -> PyResult<Layer> {
+        let (name, len, shape, encodings) = match self {
+            Self::Plain(name, len, shape) => (name, len, shape, Encodings::default()),
+            Self::Encoded(name, len, shape, up, down) => {
+                let (up, down) = (up.parse(), down.parse());
+                let (up, down) = (up.map_err(value_error)?, down.map_err(value_error)?);
+                (name, len, shape, Encodings { up, down })
+            }
+        };
+        let layer = Layer::new(name, len).encoded(encodings);
+        Ok(match shape {
+            Some((m, n, rows)) => Layer { kind: LayerKind::Fc { m, n }, rows: Some(rows), ..layer },
             None => layer,
-        }
+        })
     }
 }
 
@@ -91,6 +121,8 @@ type PlanRow = (String, usize, String, String, usize);
 /// How a session is set up, besides its layers.
 struct Setup {
     optimizer: Optimizer,
+    /// By layer: its own rule, if it has one. Layers beyond have none.
+    rules: Vec<Option<Optimizer>>,
     learning_rate: Option<f32>,
     deterministic: bool,
     threads: usize,
@@ -99,11 +131,13 @@ struct Setup {
 impl Setup {
     fn describe(
         self,
-        layers: Vec<LayerSpec>,
+        layers: Vec<Layer>,
         builder: poseidon::session::Builder,
     ) -> poseidon::session::Builder {
+        let rules = self.rules.into_iter().chain(std::iter::repeat(None));
+        let layers = layers.into_iter().zip(rules);
         let mut builder = builder
-            .layers(layers.into_iter().map(Layer::from))
+            .layers(layers.map(|(layer, optimizer)| Layer { optimizer, ..layer }))
             .optimizer(self.optimizer)
             // Layers have rows only if they are to go by factors.
             .scheme(Policy::Sfb)
@@ -129,7 +163,7 @@ impl Session {
     }
 
     /// Another session among the same workers.
-    #[pyo3(signature = (name, layers, *, optimizer="mean", learning_rate=None, deterministic=false, threads=1))]
+    #[pyo3(signature = (name, layers, *, optimizer="mean", rules=Vec::new(), learning_rate=None, deterministic=false, threads=1))]
     #[expect(clippy::too_many_arguments, reason = "keyword arguments of a Python function")]
     fn sibling(
         &self,
@@ -137,17 +171,22 @@ impl Session {
         name: &str,
         layers: Vec<LayerSpec>,
         optimizer: &str,
+        rules: Vec<Option<String>>,
         learning_rate: Option<f32>,
         deterministic: bool,
         threads: usize,
     ) -> PyResult<Self> {
+        let rule = |text: Option<String>| text.map(|text| text.parse()).transpose();
+        let rules = rules.into_iter().map(rule).collect::<Result<_, _>>().map_err(value_error)?;
         let setup = Setup {
             optimizer: optimizer.parse().map_err(value_error)?,
+            rules,
             learning_rate,
             deterministic,
             threads,
         };
         let session = self.session()?;
+        let layers = layers.into_iter().map(LayerSpec::layer).collect::<PyResult<Vec<_>>>()?;
         let sibling =
             py.detach(|| session.sibling(name, |builder| setup.describe(layers, builder)));
         Ok(Self::wrap(sibling.map_err(|error| raise(py, error))?))
@@ -181,7 +220,7 @@ impl Session {
     /// Contributes a gradient; its memory is overwritten with the result.
     fn send(&self, py: Python<'_>, layer: u32, gradient: Memory) -> PyResult<()> {
         let session = self.session()?;
-        let gradient = gradient.buffer()?;
+        let gradient = gradient.buffer(session.plan().encodings(LayerId(layer)).up)?;
         session.send(LayerId(layer), gradient).map_err(|error| raise(py, error))
     }
 
@@ -194,11 +233,13 @@ impl Session {
         result: Memory,
     ) -> PyResult<()> {
         let session = self.session()?;
-        let (gradient, result) = (gradient.buffer()?, result.buffer()?);
+        let Encodings { up, down } = session.plan().encodings(LayerId(layer));
+        let (gradient, result) = (gradient.buffer(up)?, result.buffer(down)?);
         session.send_into(LayerId(layer), gradient, result).map_err(|error| raise(py, error))
     }
 
-    /// Contributes factors, in parts of (u, v); what becomes of them goes to `result`.
+    /// Contributes factors, in parts of (u, v), which are of the type that the layer's contributions
+    /// travel as; what becomes of them goes to `result`, in float32.
     fn send_factors(
         &self,
         py: Python<'_>,
@@ -207,11 +248,98 @@ impl Session {
         result: Memory,
     ) -> PyResult<()> {
         let session = self.session()?;
+        let (id, result) = (LayerId(layer), result.buffer(Encoding::F32)?);
+        let sent = if session.plan().encodings(id).up == Encoding::F32 {
+            let parts = parts.iter().map(|(u, v)| Ok(Factors { u: u.slice()?, v: v.slice()? }));
+            let parts = parts.collect::<PyResult<Vec<_>>>()?;
+            py.detach(|| session.send_factors(id, &parts, result))
+        } else {
+            let parts = parts.iter().map(|(u, v)| Ok(HalfFactors { u: u.slice()?, v: v.slice()? }));
+            let parts = parts.collect::<PyResult<Vec<_>>>()?;
+            py.detach(|| session.send_half_factors(id, &parts, result))
+        };
+        sent.map_err(|error| raise(py, error))
+    }
+
+    /// As `send`, or `send_into`, of memory on a device, when the work that `stream` has now is done.
+    #[pyo3(signature = (layer, gradient, stream, into=None))]
+    fn send_on_device(
+        &self,
+        py: Python<'_>,
+        layer: u32,
+        gradient: DeviceMemory,
+        stream: u64,
+        into: Option<DeviceMemory>,
+    ) -> PyResult<()> {
+        let session = self.session()?;
+        let gradient = gradient.lend(py, &session)?;
+        let into = into.map(|into| into.lend(py, &session)).transpose()?;
+        let sent = session.send_on_device(LayerId(layer), gradient, into, stream);
+        sent.map_err(|error| raise(py, error))
+    }
+
+    /// As `broadcast`, of memory on a device.
+    fn broadcast_on_device(
+        &self,
+        py: Python<'_>,
+        layer: u32,
+        values: DeviceMemory,
+        stream: u64,
+    ) -> PyResult<()> {
+        let session = self.session()?;
+        let values = values.lend(py, &session)?;
+        let sent = session.broadcast_on_device(LayerId(layer), values, stream);
+        sent.map_err(|error| raise(py, error))
+    }
+
+    /// Contributes factors on a device, in parts that have rows of u and v side by side; everybody's
+    /// rows go to `into`.
+    fn gather_on_device(
+        &self,
+        py: Python<'_>,
+        layer: u32,
+        parts: Vec<DeviceMemory>,
+        into: DeviceMemory,
+        stream: u64,
+    ) -> PyResult<()> {
+        let session = self.session()?;
+        let parts = parts.into_iter().map(|part| part.lend(py, &session));
+        let (parts, into) = (parts.collect::<PyResult<Vec<_>>>()?, into.lend(py, &session)?);
+        let sent = session.gather_on_device(LayerId(layer), parts, into, stream);
+        sent.map_err(|error| raise(py, error))
+    }
+
+    /// As `gather_on_device`, of rows in host memory.
+    fn gather_from_host(
+        &self,
+        py: Python<'_>,
+        layer: u32,
+        parts: Vec<(Memory, Memory)>,
+        into: DeviceMemory,
+        stream: u64,
+    ) -> PyResult<()> {
         let parts = parts.iter().map(|(u, v)| Ok(Factors { u: u.slice()?, v: v.slice()? }));
         let parts: Vec<Factors<'_>> = parts.collect::<PyResult<_>>()?;
-        let result = result.buffer()?;
-        let sent = py.detach(|| session.send_factors(LayerId(layer), &parts, result));
+        let session = self.session()?;
+        let into = into.lend(py, &session)?;
+        // It copies the rows: let others run meanwhile.
+        let sent = py.detach(|| session.gather_from_host(LayerId(layer), &parts, into, stream));
         sent.map_err(|error| raise(py, error))
+    }
+
+    /// Waits for what was sent from a device; `stream` waits for it to be there again. Returns rows of
+    /// factors that had no place in what `gather_on_device` was given: the bytes of float32 numbers.
+    fn receive_on_device<'py>(
+        &self,
+        py: Python<'py>,
+        layer: u32,
+        stream: u64,
+    ) -> PyResult<Bound<'py, PyByteArray>> {
+        let (session, layer) = (self.session()?, LayerId(layer));
+        let beyond = wait_for_layer(py, &session, layer, |interrupted| {
+            session.receive_on_device(layer, stream, interrupted)
+        })?;
+        Ok(PyByteArray::new(py, bytemuck::cast_slice(&beyond.unwrap_or_default())))
     }
 
     /// Has a layer rebuilt from its factors as soon as they are there; its result may change from now on.
@@ -223,23 +351,30 @@ impl Session {
     /// Gives every worker worker 0's values, in place.
     fn broadcast(&self, py: Python<'_>, layer: u32, values: Memory) -> PyResult<()> {
         let session = self.session()?;
-        let values = values.buffer()?;
+        let values = values.buffer(session.plan().encodings(LayerId(layer)).down)?;
         session.broadcast(LayerId(layer), values).map_err(|error| raise(py, error))
     }
 
     /// Waits for what was sent. The memory is the tensors' own again.
     fn receive(&self, py: Python<'_>, layer: u32) -> PyResult<()> {
+        let (session, layer) = (self.session()?, LayerId(layer));
+        wait_for_layer(py, &session, layer, |interrupted| {
+            session.receive_unless(layer, interrupted)
+        })?;
+        Ok(())
+    }
+
+    /// Keeps this process's connection to the coordinator until the process ends.
+    fn stay_until_exit(&self) -> PyResult<()> {
+        self.session()?.stay_until_exit();
+        Ok(())
+    }
+
+    /// Waits until another node's process has ended, at most `patience` seconds. Whether it has.
+    fn await_end(&self, py: Python<'_>, patience: f64) -> PyResult<bool> {
         let session = self.session()?;
-        // Signals, such as the user's interrupt, come to the thread that waits only if it asks for them.
-        let mut signal = None;
-        let received = py.detach(|| {
-            session.receive_unless(LayerId(layer), || {
-                signal = Python::attach(|py| py.check_signals()).err();
-                signal.is_some()
-            })
-        });
-        received.map_err(|error| raise(py, error))?;
-        signal.map_or(Ok(()), Err)
+        let patience = group::seconds(patience)?;
+        Ok(py.detach(|| session.await_end(patience)))
     }
 
     /// Whether `receive` would return at once.
@@ -250,6 +385,12 @@ impl Session {
     fn set_learning_rate(&self, rate: f32) -> PyResult<()> {
         self.session()?.set_learning_rate(rate);
         Ok(())
+    }
+
+    /// Changes the learning rate of one layer.
+    fn set_layer_learning_rate(&self, py: Python<'_>, layer: u32, rate: f32) -> PyResult<()> {
+        let set = self.session()?.set_layer_learning_rate(LayerId(layer), rate);
+        set.map_err(|error| raise(py, error))
     }
 
     /// Changes what this process may send to other hosts, such as `400mbit`; nothing is no limit.
@@ -265,18 +406,20 @@ impl Session {
         Ok(self.session()?.bandwidth_budget().map(Rate::bits))
     }
 
-    /// Fills `into` with what this node holds of the update rule's vectors; elsewhere they are 0.
-    /// Returns the steps taken.
+    /// Fills `into` with what this node holds of the update rule's vectors, and of the parameters if
+    /// workers get them rounded; elsewhere they are 0. Returns the steps taken.
     fn rule_state(&self, py: Python<'_>, layer: u32, into: Vec<Memory>) -> PyResult<u64> {
         let session = self.session()?;
         let state = py.detach(|| session.rule_state(LayerId(layer)));
         let state = state.map_err(|error| raise(py, error))?;
-        if state.vectors.len() != into.len() {
-            let (expected, got) = (state.vectors.len(), into.len());
+        let masters = Some(&state.masters).filter(|masters| !masters.is_empty());
+        let vectors: Vec<_> = state.vectors.iter().chain(masters).collect();
+        if vectors.len() != into.len() {
+            let (expected, got) = (vectors.len(), into.len());
             return Err(PyValueError::new_err(format!("expected {expected} vectors, got {got}")));
         }
-        for (vector, into) in state.vectors.iter().zip(into) {
-            let mut into = into.buffer()?;
+        for (vector, into) in vectors.into_iter().zip(into) {
+            let mut into = into.buffer(Encoding::F32)?;
             if into.len() != vector.len() {
                 let (expected, got) = (vector.len(), into.len());
                 return Err(PyValueError::new_err(format!(
@@ -288,19 +431,23 @@ impl Session {
         Ok(state.steps)
     }
 
-    /// Puts the update rule where it was when it had taken `steps` steps.
+    /// Puts the update rule where it was when it had taken `steps` steps; and the shards' parameters,
+    /// if `masters` is given.
+    #[pyo3(signature = (layer, steps, vectors, masters=None))]
     fn restore_rule(
         &self,
         py: Python<'_>,
         layer: u32,
         steps: u64,
         vectors: Vec<Memory>,
+        masters: Option<Memory>,
     ) -> PyResult<()> {
         let session = self.session()?;
-        let vectors = vectors.iter().map(|vector| Ok(vector.slice()?.to_vec()));
-        let vectors = vectors.collect::<PyResult<_>>()?;
-        let restored = session.restore_rule(LayerId(layer), RuleState { steps, vectors });
-        restored.map_err(|error| raise(py, error))
+        let values = |memory: &Memory| memory.slice().map(<[f32]>::to_vec);
+        let vectors = vectors.iter().map(values).collect::<PyResult<_>>()?;
+        let masters = masters.as_ref().map(values).transpose()?.unwrap_or_default();
+        let state = RuleState { steps, vectors, masters };
+        session.restore_rule(LayerId(layer), state).map_err(|error| raise(py, error))
     }
 
     /// Every worker's `value`, as JSON text, in rank order.
@@ -385,19 +532,40 @@ fn budget(text: Option<&str>) -> PyResult<Option<Rate>> {
 
 /// The scheme for a fully connected layer among colocated workers, and why.
 #[pyfunction]
-#[pyo3(signature = (m, n, batch, workers, policy="auto"))]
+#[pyo3(signature = (m, n, batch, workers, policy="auto", encoding="f32"))]
 fn choose(
     m: usize,
     n: usize,
     batch: usize,
     workers: u16,
     policy: &str,
+    encoding: &str,
 ) -> PyResult<(String, String)> {
     let cluster = Cluster::new(workers, Servers::Colocated, 1).map_err(value_error)?;
+    let encodings = Encodings::both(encoding.parse().map_err(value_error)?);
     let layer = Layer { kind: LayerKind::Fc { m, n }, ..Layer::new("", m * n) };
+    let layer = layer.encoded(encodings);
     let policy: Policy = policy.parse().map_err(value_error)?;
-    let choice = scheme::choose(&layer, &cluster, Some(batch), policy);
+    let choice = scheme::compare(&layer, &cluster, Some(batch), policy);
     Ok((choice.scheme.to_string(), choice.reason))
+}
+
+/// A checksum of the bytes of a tensor: where they are, how many, and who keeps them alive.
+#[pyfunction]
+fn checksum(py: Python<'_>, address: usize, bytes: usize, owner: Py<PyAny>) -> PyResult<u64> {
+    if bytes == 0 {
+        return Ok(xxh3_64(&[]));
+    }
+    let Some(start) = NonNull::new(address as *mut u8) else {
+        return Err(PyValueError::new_err("a tensor without memory"));
+    };
+    // SAFETY: the Python side passes the address and the size of a contiguous tensor on the CPU
+    // together with the tensor, which keeps the memory alive. The memory is only read, and the
+    // caller's thread waits here meanwhile.
+    let content = unsafe { std::slice::from_raw_parts(start.as_ptr(), bytes) };
+    let sum = py.detach(|| xxh3_64(content));
+    drop(owner);
+    Ok(sum)
 }
 
 #[pymodule]
@@ -405,6 +573,8 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("__version__", env!("CARGO_PKG_VERSION"))?;
     module.add_class::<Session>()?;
     module.add_function(wrap_pyfunction!(choose, module)?)?;
+    module.add_function(wrap_pyfunction!(checksum, module)?)?;
+    module.add_function(wrap_pyfunction!(device::copy_speed, module)?)?;
     group::register(module)?;
     errors::register(module)
 }

@@ -37,7 +37,7 @@ def attempt(function, workers, timeout=120, environment=None, **arguments):
                 MASTER_PORT=str(port),
                 POSEIDON_SECRET="tests",
                 OMP_NUM_THREADS="1",
-                PYTHONPATH=str(HERE),
+                PYTHONPATH=os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]),
                 **(environment or {}),
             )
             command = [sys.executable, __file__, function.__module__, function.__name__, folder]

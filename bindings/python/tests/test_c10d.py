@@ -311,3 +311,44 @@ def groups_of_groups():
 
 def test_groups_share_connections():
     run(groups_of_groups, 3)
+
+
+class Stream:
+    """In the place of a GPU's stream: notes what is put on it."""
+
+    def __init__(self, name, log):
+        self.cuda_stream, self._log = name, log
+
+    def record_event(self):
+        self._log.append((self.cuda_stream, "event"))
+        return f"event of {self.cuda_stream}"
+
+    def wait_event(self, event):
+        self._log.append((self.cuda_stream, event))
+
+
+class Part:
+    """In the place of an operation that is done."""
+
+    def __init__(self, log):
+        self._log = log
+
+    def wait(self, limit):
+        return True
+
+    def make_wait(self, stream):
+        self._log.append((stream, "network"))
+
+
+def test_every_stream_waits_for_what_is_copied_back(monkeypatch):
+    from poseidon._c10d import Work
+
+    log = []
+    now = []
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: now[-1])
+    work = Work(None, [Part(log)], [], lambda: log.append((now[-1].cuda_stream, "copy")), torch.device("cuda", 0))
+    for name in ("first", "second"):
+        now.append(Stream(name, log))
+        work.wait()
+    first = [("first", "network"), ("first", "copy"), ("first", "event")]
+    assert log == first + [("second", "network"), ("second", "event of first")]

@@ -6,6 +6,7 @@
 mod bandwidth;
 mod bench;
 mod budget;
+mod checkpoint;
 mod data;
 mod figures;
 mod job;
@@ -43,6 +44,7 @@ enum Command {
     Profile(profile::Args),
     Figures(figures::Args),
     Data(data::Args),
+    Checkpoint(checkpoint::Args),
     Launch(launch::Args),
     Lab(lab::Args),
     Serve(serve::Args),
@@ -59,6 +61,7 @@ impl Command {
             Self::Profile(args) => profile::run(args),
             Self::Figures(args) => figures::run(args),
             Self::Data(args) => data::run(args),
+            Self::Checkpoint(args) => checkpoint::run(args),
             Self::Launch(args) => launch::run(args),
             Self::Lab(args) => lab::run(args),
             Self::Serve(args) => serve::run(args),

@@ -1,6 +1,7 @@
 //! `poseidon plan`: what a training job would do, before there is a cluster.
 
 mod advice;
+mod copies;
 mod described;
 mod fold;
 mod forecast;
@@ -17,9 +18,10 @@ pub(crate) use question::{Question, duration, file, positive, queue};
 use crate::bandwidth::Bandwidth;
 use crate::report::write_whole;
 use anyhow::Context;
+use copies::CopyUse;
 use forecast::{Effort, Forecast, LayerForecast};
 use links::LinkUse;
-use poseidon_sim::{Bottleneck, Places};
+use poseidon_sim::{Bottleneck, Places, Profile, profile};
 use question::Flags;
 use racks::RackChoice;
 use serde::Serialize;
@@ -35,7 +37,8 @@ use std::process::ExitCode;
 ///
 /// Where hosts have several workers (--ranks-per-host) or stand in racks (--racks), it also says
 /// what passes a host's port, its memory and a rack's link, and whether adding up inside racks
-/// pays.
+/// pays. Where the profile says how fast the device copies to and from its host's memory, or
+/// --copy-speed does, it says what is copied and how much of an iteration waits for that.
 #[derive(clap::Args, Clone, Debug)]
 #[command(after_help = examples())]
 pub(crate) struct Args {
@@ -131,6 +134,8 @@ struct Answer<'a> {
     rack_link: Option<LinkUse>,
     /// Whether sums are made inside racks. `null` if there are no racks.
     racks: Option<&'a RackChoice>,
+    /// What is copied between a worker's device and its host. `null` if nothing is.
+    copies: Option<CopyUse>,
     layers: &'a [LayerForecast],
     advice: &'a [advice::Advice],
     by_workers: &'a [forecast::Point],
@@ -150,7 +155,7 @@ struct Searched<'a> {
 
 impl<'a> Answer<'a> {
     fn new(question: &'a Question, forecast: &'a Forecast) -> Self {
-        let Forecast { setup, outcome, layers, racks, beyond, found } = forecast;
+        let Forecast { setup, outcome, layers, racks, copies, beyond, found } = forecast;
         let places = Places::of(&setup.cluster);
         let search = found.as_ref().map(|found| Searched {
             formula_seconds: found.formula_seconds,
@@ -186,6 +191,7 @@ impl<'a> Answer<'a> {
             memory: LinkUse::of_memory(setup, outcome),
             rack_link: LinkUse::of_rack(setup, outcome),
             racks: racks.as_ref(),
+            copies: *copies,
             layers,
             advice: beyond.as_ref().map_or(&[], |b| &b.advice),
             by_workers: beyond.as_ref().map_or(&[], |b| &b.by_workers),
@@ -203,6 +209,7 @@ fn bottleneck(bottleneck: Bottleneck) -> &'static str {
         Bottleneck::Ingress(_) => "ingress",
         Bottleneck::Rack(_) => "rack",
         Bottleneck::Memory(_) => "memory",
+        Bottleneck::Copies(_) => "copies",
         Bottleneck::Latency => "latency",
         Bottleneck::Rebuild => "rebuild",
     }
@@ -210,8 +217,15 @@ fn bottleneck(bottleneck: Bottleneck) -> &'static str {
 
 fn examples() -> String {
     let models: Vec<_> = poseidon_sim::zoo::names().collect();
-    let profiles: Vec<_> = poseidon_sim::profile::names().collect();
-    format!("Models: {}\nProfiles: {}\n\n{EXAMPLES}", models.join(", "), profiles.join(", "))
+    let is_published =
+        |name: &&str| Profile::named(name).is_ok_and(|profile| profile.scaled_from.is_some());
+    let (published, measured): (Vec<_>, Vec<_>) = profile::names().partition(is_published);
+    format!(
+        "Models: {}\nProfiles: {}\nProfiles from published figures, not measured: {}\n\n{EXAMPLES}",
+        models.join(", "),
+        measured.join(", "),
+        published.join(", ")
+    )
 }
 
 const EXAMPLES: &str = "\
@@ -221,6 +235,10 @@ Examples:
 
   64 GPUs, four to a machine, in four racks whose links are four times narrower than their ports:
     poseidon plan --workers 64 --ranks-per-host 4 --racks 4 --oversubscription 4
+
+  Eight A100s, and the same with copies of 12 GB/s (from published figures: nothing was measured):
+    poseidon plan --model resnet50 --workers 8 --bandwidth 25gbit --profile a100
+    poseidon plan --model resnet50 --workers 8 --bandwidth 25gbit --profile a100 --copy-speed 12GB/s
 
   What the parameter server alone would need, on the network of the paper:
     poseidon plan --model vgg19 --workers 16 --scheme ps --network paper-2017

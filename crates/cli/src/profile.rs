@@ -11,8 +11,8 @@ use std::process::{Command, ExitCode, Stdio};
 
 /// Measure how long this machine takes for the layers of a model, for 'poseidon plan --profile'.
 ///
-/// Times each layer alone, forward and backward, with PyTorch. Needs a Python that has torch, and
-/// nothing else.
+/// Times each layer alone, forward and backward, with PyTorch. On a CUDA device it also measures how
+/// fast copies to and from pinned memory are. Needs a Python that has torch, and nothing else.
 #[derive(clap::Args, Clone, Debug)]
 #[command(after_help = EXAMPLES)]
 pub(crate) struct Args {

@@ -4,13 +4,13 @@ mod tree;
 
 use crate::report::units;
 use crate::running_job::RunningJob;
+use crate::terminal::columns::table;
 use crate::terminal::printable;
 use anyhow::bail;
 use poseidon::coordinator::query;
 use poseidon::{PlacedChunk, PlannedLayer, PlannedPort};
 use serde_json::Value;
 use std::process::ExitCode;
-use unicode_width::UnicodeWidthStr;
 
 /// Ask a running job's coordinator for the information book: nodes, addresses, layers, the plan.
 ///
@@ -145,30 +145,6 @@ fn port_table(ports: &[PlannedPort]) -> String {
         ]
     };
     table(header, [false, true, true, true], ports.iter().map(row))
-}
-
-/// Columns that line up; `numeric` ones to the right.
-fn table<const N: usize>(
-    header: [&str; N],
-    numeric: [bool; N],
-    rows: impl Iterator<Item = [String; N]>,
-) -> String {
-    let rows: Vec<_> = std::iter::once(header.map(String::from)).chain(rows).collect();
-    let widths: [usize; N] =
-        std::array::from_fn(|i| rows.iter().map(|row| row[i].width()).max().unwrap_or(0));
-    let mut text = String::new();
-    for row in rows {
-        let mut line = String::new();
-        for (i, cell) in row.iter().enumerate() {
-            let padding = " ".repeat(widths[i] - cell.width());
-            let parts = if numeric[i] { [&padding, cell] } else { [cell, &padding] };
-            line.extend(parts.map(String::as_str));
-            line.push_str("  ");
-        }
-        text.push_str(line.trim_end());
-        text.push('\n');
-    }
-    text
 }
 
 const EXAMPLES: &str = "\

@@ -54,6 +54,18 @@ pub(crate) struct Report {
     pub(crate) deterministic: bool,
     pub(crate) version: String,
     pub(crate) command: String,
+    /// When training began, in UTC.
+    #[serde(default)]
+    pub(crate) date: String,
+    /// The machine of worker 0.
+    #[serde(default)]
+    pub(crate) host: String,
+    /// Steps that were taken before, by the run whose checkpoint this one goes on from.
+    #[serde(default)]
+    pub(crate) steps_before: u64,
+    /// Why it is not the report of a whole training: it is still running, was stopped, or failed.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) partial: Option<String>,
     /// In forward order.
     pub(crate) layers: Vec<LayerReport>,
     pub(crate) nodes: Vec<NodeReport>,
@@ -218,6 +230,20 @@ impl Report {
         let both_ways = 2 * size_of::<f32>() as u128;
         u64::try_from(layer.parameters as u128 * both_ways * (nodes - 1) / nodes).ok()
     }
+}
+
+/// Moves the reports of an earlier run out of the way, so that none of them looks like this run's.
+pub(crate) fn set_aside(dir: &Path) -> anyhow::Result<()> {
+    for name in ["report.json", "report.html"] {
+        let (old, aside) = (dir.join(name), dir.join(format!("previous-{name}")));
+        match fs::rename(&old, aside) {
+            Err(why) if why.kind() != std::io::ErrorKind::NotFound => {
+                return Err(why).with_context(|| format!("cannot move {}", old.display()));
+            }
+            _ => {}
+        }
+    }
+    Ok(())
 }
 
 /// Puts `content` beside its destination and moves it there.

@@ -1,5 +1,6 @@
-//! Lines of text for a terminal: weight, width, and the plan as a table.
+//! Lines of text for a terminal: weight, width, short tables, and the plan as a table.
 
+pub(crate) mod columns;
 pub(crate) mod table;
 
 use std::io;

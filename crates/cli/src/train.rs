@@ -2,6 +2,7 @@
 
 mod facts;
 mod inputs;
+mod saving;
 mod screen;
 mod settings;
 mod worker;
@@ -156,6 +157,10 @@ Examples:
   A net of your own, beginning with one that is built in:
     poseidon train --model lenet --print-model > my-net.toml
     poseidon train --model my-net.toml --data 'images:photos?size=28x28'
+
+  Save the state every 500 steps and keep the last three; go on after an interruption:
+    poseidon train --checkpoint runs/a --every 500 --keep 3
+    poseidon train --resume runs/a
 
   On two machines, one command each; both need the same secret (POSEIDON_SECRET):
     poseidon train --rank 0 --world 2 --coordinator 10.0.0.1:29600

@@ -179,6 +179,55 @@ fn racks_that_hosts_do_not_fill_are_refused() {
     refused(folder, "--ranks-per-host 2 --scheme adam", &["adam", "inside hosts"]);
 }
 
+/// The profile says how fast the device copies, the flag says otherwise, and the answer says what
+/// waits for it.
+#[test]
+fn copies_are_told() {
+    let job = "--model alexnet --workers 4 --bandwidth 100gbit --scheme ps --profile h200";
+    let number = |value: &Value| value.as_f64().unwrap_or_else(|| panic!("{value}"));
+    let answer = json(job);
+    let copies = &answer["copies"];
+    let gradient = 4 * 60_965_224;
+    for key in ["bytes_to_host", "bytes_to_device"] {
+        assert_eq!(copies[key], gradient, "{key}");
+    }
+    assert_eq!(
+        (number(&copies["speed_to_host"]), number(&copies["speed_to_device"])),
+        (4.7e10, 5.6e10)
+    );
+    assert!((number(&copies["seconds"]) / (f64::from(gradient) / 4.7e10) - 1.0).abs() < 1e-9);
+    let slow = json(&format!("{job} --copy-speed 1GB/s"));
+    assert_eq!(slow["bottleneck"], "copies");
+    assert!(number(&slow["iteration_seconds"]) >= f64::from(gradient) / 1e9);
+    assert!(number(&slow["copies"]["waiting_fraction"]) > 0.5, "{}", slow["copies"]);
+    let none = json(&format!("{job} --copy-speed none"));
+    assert!(none["copies"].is_null());
+    assert_eq!(slow["copies"]["iteration_seconds_without"], none["iteration_seconds"]);
+    assert!(json("--model cifar10-quick --workers 2")["copies"].is_null());
+    let folder = TempDir::new().unwrap();
+    refused(folder.path(), "--copy-speed 25gbit", &["--copy-speed", "25GB/s"]);
+    refused(folder.path(), "--copy-speed -1GB/s", &["--copy-speed", "25GB/s"]);
+}
+
+/// Wherever a profile of published figures is shown, it is said that nothing was measured.
+#[test]
+fn published_figures_are_marked() {
+    let folder = TempDir::new().unwrap();
+    let output = plan(folder.path(), "--model alexnet --workers 2 --profile t4 --report plan.html");
+    assert!(output.status.success(), "{output:?}");
+    let text = String::from_utf8(output.stdout).unwrap();
+    let page = fs::read_to_string(folder.path().join("plan.html")).unwrap();
+    for shown in [&text, &page] {
+        assert!(shown.contains("from published figures, not measured"), "{shown}");
+        assert!(shown.contains("to the host") && shown.contains("12 GB/s"), "{shown}");
+    }
+    let answer = json("--model alexnet --workers 2 --profile t4");
+    assert!(answer["profile_basis"].as_str().unwrap().contains("not measured"), "{answer}");
+    let help = String::from_utf8(plan(folder.path(), "--help").stdout).unwrap();
+    let marked = "Profiles from published figures, not measured: a100, h100, l4, rtx-4090, t4";
+    assert!(help.contains(marked), "{help}");
+}
+
 #[test]
 fn a_search_says_what_it_gains() {
     let answer = json("--model vgg19 --workers 4 --bandwidth 1gbit --scheme ps --search");

@@ -1,5 +1,5 @@
 //! What `poseidon train` says when it cannot train, and that it always says it: every run here ends,
-//! with one message that names the culprit, and leaves no report.
+//! with one message that names the culprit. A run that took no step leaves no report.
 
 mod trial;
 
@@ -23,13 +23,19 @@ fn refused(trial: &Trial, args: &str, words: &[&str]) -> Run {
     run
 }
 
+/// Checks that a run that took no step failed, and what it said.
 fn failed(run: &Run, words: &[&str]) {
+    ended_early(run, words);
+    assert!(!run.stdout.contains("report"), "{}", run.stdout);
+}
+
+/// As [`failed`], of a run that may have taken steps, so that it may leave a report of them.
+fn ended_early(run: &Run, words: &[&str]) {
     assert!(run.status.code().is_some_and(|code| code != 0), "{run:?}");
     for word in words {
         assert!(run.stderr.contains(word), "'{word}' is not in:\n{}", run.stderr);
     }
     assert!(!run.stderr.contains("panicked"), "{}", run.stderr);
-    assert!(!run.stdout.contains("report"), "{}", run.stdout);
 }
 
 /// As [`refused`], before any worker is started: the message is all there is.
@@ -266,10 +272,9 @@ fn a_worker_that_is_killed_is_named_and_the_others_end() {
     job.wait_for("3 layers");
     kill(trial.workers()[&2], Signal::KILL);
     let run = job.finish();
-    failed(&run, &["worker 2 was killed by signal 9 (SIGKILL)"]);
+    ended_early(&run, &["worker 2 was killed by signal 9 (SIGKILL)"]);
     assert_eq!(run.status.code(), Some(128 + 9));
     eventually("all workers end", || trial.workers().is_empty());
-    assert_eq!(trial.report_files(), [""; 0]);
 }
 
 #[test]
@@ -281,13 +286,12 @@ fn without_a_launcher_the_others_say_who_is_gone() {
     processes[0].wait_for("3 layers");
     kill(processes[1].pid(), Signal::KILL);
     for rank in [2, 0] {
-        failed(&processes.remove(rank).finish(), &["worker 1"]);
+        ended_early(&processes.remove(rank).finish(), &["worker 1"]);
     }
-    assert_eq!(trial.report_files(), [""; 0]);
 }
 
 #[test]
-fn ctrl_c_ends_everybody_without_a_report() {
+fn ctrl_c_ends_everybody() {
     let trial = trial();
     let mut job = trial.start(&format!("{ENDLESS} --workers 2"));
     job.wait_for("3 layers");
@@ -295,9 +299,8 @@ fn ctrl_c_ends_everybody_without_a_report() {
     kill(job.pid(), Signal::INT);
     let run = job.finish();
     assert_eq!(run.status.code(), Some(128 + 2));
-    failed(&run, &["error: stopped by signal 2 (SIGINT)"]);
+    ended_early(&run, &["error: stopped by signal 2 (SIGINT)"]);
     eventually("all workers end", || trial.workers().is_empty());
-    assert_eq!(trial.report_files(), [""; 0]);
 }
 
 #[test]

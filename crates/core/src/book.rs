@@ -4,13 +4,14 @@ use crate::optim::OptimizerError;
 use crate::plan::{Placement, Rules};
 use crate::store::Order;
 use crate::{
-    ChunkSize, Cluster, Epoch, JobId, LaneId, Layer, LayerKind, NodeId, Optimizer, Plan, Policy,
+    ChunkSize, Cluster, Encoding, Epoch, JobId, LaneId, Layer, LayerId, LayerKind, NodeId,
+    Optimizer, Plan, Policy,
 };
 use serde::{Deserialize, Serialize};
 use std::collections::HashSet;
 
 /// The version of the book this build writes and reads.
-pub const BOOK_VERSION: u16 = 3;
+pub const BOOK_VERSION: u16 = 5;
 
 /// Cluster, addresses and model. The coordinator writes it when the last node has joined.
 ///
@@ -104,7 +105,7 @@ pub enum BookError {
 pub struct Job {
     /// In forward order.
     pub layers: Vec<Layer>,
-    /// What a shard does with a complete chunk.
+    /// What a shard does with a complete chunk of a layer that has no rule of its own.
     pub optimizer: Optimizer,
     /// How layers are cut.
     pub chunk: ChunkSize,
@@ -120,6 +121,30 @@ pub struct Job {
     /// Most samples a worker has in one step. Without it only layers that say their rows go by factors.
     #[serde(default)]
     pub batch: Option<usize>,
+    /// Where its state is written, and where it comes from.
+    #[serde(default)]
+    pub checkpoints: Checkpoints,
+}
+
+/// Where the state of a job is written, and where it comes from. Every node writes and reads its own
+/// part, so every node must be able to reach both places.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Checkpoints {
+    /// Where checkpoints go: a folder, or a prefix of an object store.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub to: Option<String>,
+    /// The checkpoint that the job goes on from.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub from: Option<CheckpointAt>,
+}
+
+/// One checkpoint.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct CheckpointAt {
+    /// Where it is.
+    pub place: String,
+    /// The step that it was made after.
+    pub step: u64,
 }
 
 /// A job of which no plan can be made.
@@ -129,6 +154,14 @@ pub enum JobError {
     /// The update rule cannot work.
     #[error(transparent)]
     Optimizer(#[from] OptimizerError),
+    /// A layer's own update rule cannot work.
+    #[error("layer '{layer}': {why}")]
+    LayerOptimizer {
+        /// The layer.
+        layer: String,
+        /// What is wrong with its rule.
+        why: OptimizerError,
+    },
     /// No number fits into a chunk, or the smallest chunk is larger than the largest.
     #[error("chunks of {min} to {max} bytes: expected at least 4, and min <= max")]
     Chunk {
@@ -198,6 +231,20 @@ impl Job {
         if self.deterministic { Order::Rank } else { Order::Arrival }
     }
 
+    /// What a shard does with a complete chunk of `layer`.
+    ///
+    /// # Panics
+    ///
+    /// If the job has no such layer.
+    pub fn rule(&self, layer: LayerId) -> &Optimizer {
+        self.layers[layer.index()].optimizer.as_ref().unwrap_or(&self.optimizer)
+    }
+
+    /// The update rule of every layer, in forward order.
+    pub fn rules(&self) -> impl Iterator<Item = &Optimizer> {
+        self.layers.iter().map(|layer| layer.optimizer.as_ref().unwrap_or(&self.optimizer))
+    }
+
     /// Whether a plan can be made of it and followed.
     pub fn validate(&self) -> Result<(), JobError> {
         self.optimizer.validate()?;
@@ -214,6 +261,10 @@ impl Job {
             let name = || layer.name.clone();
             if !names.insert(&layer.name) {
                 return Err(JobError::Twins { name: name() });
+            }
+            if let Some(rule) = &layer.optimizer {
+                let why = |why| JobError::LayerOptimizer { layer: name(), why };
+                rule.validate().map_err(why)?;
             }
             if layer.rows == Some(0) {
                 return Err(JobError::NoRows { layer: name() });
@@ -235,8 +286,23 @@ impl Job {
     /// The first thing in which two workers' jobs differ, in words. `None` if they agree.
     pub fn difference(&self, mine: &str, other: &Self, theirs: &str) -> Option<String> {
         let layer = |l: &Layer| {
-            let rows = l.rows.map_or_else(String::new, |rows| format!(", {rows} rows"));
-            format!("'{}' of {} parameters ({:?}{rows})", l.name, l.len, l.kind)
+            let kind = match l.kind {
+                LayerKind::Fc { m, n } => {
+                    format!(", fully connected with {m} outputs and {n} inputs")
+                }
+                LayerKind::Conv => ", a convolution".into(),
+                LayerKind::Embedding => ", an embedding".into(),
+                LayerKind::Other => String::new(),
+            };
+            let rows =
+                l.rows.map_or_else(String::new, |rows| format!(", by factors of {rows} rows"));
+            let rule = l.optimizer.as_ref().map_or_else(String::new, |rule| format!(", {rule}"));
+            let encodings = match (l.up, l.down) {
+                (Encoding::F32, Encoding::F32) => String::new(),
+                (up, down) => format!(", {up} up and {down} down"),
+            };
+            let more = format!("{kind}{rows}{encodings}{rule}");
+            format!("'{}' of {} parameters{more}", l.name, l.len)
         };
         for (position, pair) in self.layers.iter().zip(&other.layers).enumerate() {
             if pair.0 != pair.1 {
@@ -268,6 +334,17 @@ impl Job {
             .or_else(|| {
                 let batch = |b: Option<usize>| b.map_or("unknown".into(), |b| b.to_string());
                 differ("the batch size", batch(self.batch), batch(other.batch))
+            })
+            .or_else(|| {
+                let place = |job: &Self| job.checkpoints.to.clone().unwrap_or("nowhere".into());
+                differ("the place of checkpoints", place(self), place(other))
+            })
+            .or_else(|| {
+                let from = |job: &Self| match &job.checkpoints.from {
+                    Some(CheckpointAt { place, step }) => format!("step {step} of {place}"),
+                    None => "none".into(),
+                };
+                differ("the checkpoint to go on from", from(self), from(other))
             })
     }
 }
@@ -319,6 +396,7 @@ mod tests {
             deterministic: false,
             scheme: Policy::Auto,
             batch: None,
+            checkpoints: Checkpoints::default(),
         }
     }
 
@@ -349,6 +427,16 @@ mod tests {
         let words = job().difference("worker 0", &other, "worker 1").unwrap();
         assert!(words.contains("'fc' of 20") && words.contains("'fc' of 21"), "{words}");
         other = job();
+        other.layers[0].optimizer = Some(Optimizer::adamw());
+        let words = job().difference("worker 0", &other, "worker 1").unwrap();
+        assert!(words.contains("10 parameters on worker 0 but 'conv1' of 10"), "{words}");
+        assert!(words.contains("10 parameters, adamw on worker 1"), "{words}");
+        other = job();
+        other.layers[1].up = Encoding::Bf16;
+        let words = job().difference("worker 0", &other, "worker 1").unwrap();
+        assert!(words.contains("20 parameters on worker 0"), "{words}");
+        assert!(words.contains("20 parameters, bf16 up and f32 down on worker 1"), "{words}");
+        other = job();
         other.layers.pop();
         let words = job().difference("worker 0", &other, "worker 1").unwrap();
         assert!(words.contains("number of layers is 2 on worker 0 but 1"), "{words}");
@@ -368,6 +456,18 @@ mod tests {
     }
 
     #[test]
+    fn a_layers_own_rule_overrules_the_jobs() {
+        let mut book = book(Cluster::new(2, Servers::Colocated, 1).unwrap());
+        book.job.optimizer = Optimizer::sgd();
+        book.job.layers[1].optimizer = Some(Optimizer::adam());
+        let text = serde_json::to_string(&book).unwrap();
+        let job = serde_json::from_str::<Book>(&text).unwrap().job;
+        assert_eq!(job.rule(LayerId(0)), &Optimizer::sgd());
+        assert_eq!(job.rule(LayerId(1)), &Optimizer::adam());
+        assert_eq!(job.rules().cloned().collect::<Vec<_>>(), [Optimizer::sgd(), Optimizer::adam()]);
+    }
+
+    #[test]
     fn a_plan_is_of_its_books_epoch() {
         let mut book = book(Cluster::new(2, Servers::Colocated, 1).unwrap());
         assert_eq!(book.plan().epoch, Epoch::FIRST);
@@ -378,12 +478,15 @@ mod tests {
 
     #[test]
     fn books_come_back_from_json_as_they_were() {
-        let book = book(Cluster::new(2, Servers::Mixed(1), 3).unwrap());
+        let mut book = book(Cluster::new(2, Servers::Mixed(1), 3).unwrap());
+        book.job.layers[1].up = Encoding::F16;
         let text = serde_json::to_string(&book).unwrap();
         assert!(
             text.contains(r#""identity":"000102030405060708090a0b0c0d0e0f","epoch":1,"#),
             "{text}"
         );
+        let layers = r#"{"name":"conv1","kind":"other","len":10},{"name":"fc","kind":"other","len":20,"up":"f16"}"#;
+        assert!(text.contains(layers), "{text}");
         assert_eq!(serde_json::from_str::<Book>(&text).unwrap(), book);
     }
 
@@ -409,6 +512,7 @@ mod tests {
         says("chunks of 5 to 4 bytes", &|b| {
             b["job"]["chunk"] = serde_json::json!({"min": 5, "max": 4})
         });
+        says("unknown variant `f8`", &|b| b["job"]["layers"][0]["up"] = "f8".into());
         says("two layers are called 'fc'", &|b| b["job"]["layers"][0]["name"] = "fc".into());
     }
 
@@ -437,5 +541,7 @@ mod tests {
             *momentum = f32::NAN;
         }
         assert!(refusal(&|j| j.optimizer = rule.clone()).contains("momentum"));
+        let words = refusal(&|j| j.layers[1].optimizer = Some(rule.clone()));
+        assert!(words.contains("layer 'fc'") && words.contains("momentum"), "{words}");
     }
 }

@@ -1,6 +1,6 @@
 //! Cutting layers into chunks: the paper's fixed-size KV pairs (Poseidon 2017 §4.1).
 
-use crate::LayerId;
+use crate::{ByteSize, LayerId};
 use serde::{Deserialize, Serialize};
 use std::ops::Range;
 use std::{fmt, str::FromStr};
@@ -14,7 +14,7 @@ pub struct ChunkKey {
     pub index: u32,
 }
 
-/// How large chunks are, in bytes.
+/// How large chunks are, in bytes on the wire: a chunk of numbers of two bytes has twice as many.
 ///
 /// A layer that has at least `min` bytes for every shard is cut into equal chunks of at most `max`
 /// bytes, the same number for every shard. Smaller layers are laid end to end and cut where one
@@ -57,16 +57,7 @@ impl FromStr for ChunkSize {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
-        let wrong =
-            || format!("expected a number of bytes such as 262144, 256k or 1m, got '{text}'");
-        let lower = text.to_ascii_lowercase();
-        let (number, factor) = match lower.trim_end_matches("ib").trim_end_matches('b') {
-            number if number.ends_with('k') => (&number[..number.len() - 1], 1usize << 10),
-            number if number.ends_with('m') => (&number[..number.len() - 1], 1 << 20),
-            number => (number, 1),
-        };
-        let number: usize = number.parse().map_err(|_| wrong())?;
-        let bytes = number.checked_mul(factor).ok_or_else(wrong)?;
+        let ByteSize(bytes) = text.parse()?;
         if !(SMALLEST..=LARGEST).contains(&bytes) {
             return Err(format!("a chunk has from {SMALLEST} to {LARGEST} bytes, got {bytes}"));
         }
@@ -86,21 +77,23 @@ pub struct Chunks {
     len: usize,
 }
 
-/// Chunks start at multiples of this many elements (64 bytes: a cache line, an AVX-512 register).
+/// Chunks start at multiples of this many elements (of `f32` 64 bytes: a cache line, an AVX-512
+/// register).
 const ALIGN: usize = 16;
 
 impl Chunks {
-    /// Cuts a layer of `len` elements into equal chunks, the same number for each of `shards` shards.
-    /// `None` if the layer is too small for that.
-    pub fn even(len: usize, size: ChunkSize, shards: usize) -> Option<Self> {
-        if len < shards * elements(size.min) {
+    /// Cuts a layer of `len` elements of `width` bytes into equal chunks, the same number for each of
+    /// `shards` shards. `None` if the layer is too small for that.
+    pub fn even(len: usize, width: usize, size: ChunkSize, shards: usize) -> Option<Self> {
+        if len < shards * elements(size.min, width) {
             return None;
         }
-        let count = len.div_ceil(elements(size.max)).next_multiple_of(shards);
+        let longest = elements(size.max, width);
+        let count = len.div_ceil(longest).next_multiple_of(shards);
         let exact = len.div_ceil(count);
         // Rounding up to the alignment must not push a chunk over the maximum the user asked for.
         let aligned = exact.next_multiple_of(ALIGN);
-        let step = if aligned <= elements(size.max) { aligned } else { exact };
+        let step = if aligned <= longest { aligned } else { exact };
         Some(Self { starts: (0..len).step_by(step.max(1)).collect(), len })
     }
 
@@ -136,9 +129,9 @@ impl Chunks {
     }
 }
 
-/// How many `f32`s fit into `bytes`; at least one.
-pub(crate) fn elements(bytes: usize) -> usize {
-    (bytes / size_of::<f32>()).max(1)
+/// How many elements of `width` bytes fit into `bytes`; at least one.
+pub(crate) fn elements(bytes: usize, width: usize) -> usize {
+    (bytes / width).max(1)
 }
 
 #[cfg(test)]
@@ -164,11 +157,11 @@ mod tests {
         #[test]
         fn even_chunks_tile_the_layer(
             len in 0usize..3_000_000, min in 4usize..100_000, extra in 0usize..1_000_000,
-            shards in 1usize..65,
+            shards in 1usize..65, width in prop_oneof![Just(2), Just(4)],
         ) {
             let size = ChunkSize { min, max: min + extra };
-            if let Some(chunks) = Chunks::even(len, size, shards) {
-                check(&chunks, len, elements(size.max))?;
+            if let Some(chunks) = Chunks::even(len, width, size, shards) {
+                check(&chunks, len, elements(size.max, width))?;
             }
         }
 
@@ -189,8 +182,11 @@ mod tests {
 
     #[test]
     fn a_large_layer_gives_every_shard_as_many_chunks() {
-        let chunks = Chunks::even(25_000_000, ChunkSize::default(), 8).unwrap();
-        assert_eq!(chunks.count() % 8, 0);
+        let whole = Chunks::even(25_000_000, 4, ChunkSize::default(), 8).unwrap();
+        assert_eq!(whole.count() % 8, 0);
+        // Half the bytes are half the frames.
+        let half = Chunks::even(25_000_000, 2, ChunkSize::default(), 8).unwrap();
+        assert_eq!((whole.count(), half.count()), (384, 192));
     }
 
     #[test]
@@ -209,7 +205,7 @@ mod tests {
 
     #[test]
     fn a_small_layer_is_not_cut_evenly() {
-        assert_eq!(Chunks::even(16 << 10, ChunkSize::default(), 8), None);
+        assert_eq!(Chunks::even(16 << 10, 4, ChunkSize::default(), 8), None);
         assert_eq!(Chunks::whole(0).count(), 0);
         assert_eq!(Chunks::whole(1).count(), 1);
     }

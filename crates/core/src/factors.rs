@@ -16,7 +16,9 @@
 //! which counts the chunks of worker 0, then those of worker 1, and so on.
 
 use crate::wire::{Header, Kind};
-use crate::{ChunkKey, ChunkSize, Clock, Cluster, LaneId, LayerId, NodeId, Route, Tree, Violation};
+use crate::{
+    ChunkKey, ChunkSize, Clock, Cluster, Encoding, LaneId, LayerId, NodeId, Route, Tree, Violation,
+};
 use std::ops::Range;
 
 /// Where the factors of one layer lie: a matrix of `workers · batch` rows. A block of `batch` rows
@@ -34,6 +36,8 @@ pub struct Layout {
     pub batch: usize,
     /// Number of workers.
     pub workers: usize,
+    /// How rows travel, and how they lie in the matrix.
+    pub encoding: Encoding,
     chunk_rows: usize,
     lanes: u16,
     /// The lane of the first chunk.
@@ -50,12 +54,23 @@ impl Layout {
         size: ChunkSize,
         first_lane: u16,
     ) -> Self {
-        let lanes = cluster.lanes();
-        let row = (m + n).max(1) * size_of::<f32>();
+        let (workers, lanes) = (cluster.workers(), cluster.lanes());
+        let (encoding, chunk_rows, first_lane) = (Encoding::F32, 1, first_lane % lanes);
+        let layout = Self { m, n, batch, workers, encoding, chunk_rows, lanes, first_lane };
+        layout.encoded(encoding, size)
+    }
+
+    /// The same for rows that travel as `encoding`.
+    pub fn encoded(self, encoding: Encoding, size: ChunkSize) -> Self {
+        let row = encoding.bytes(self.width().max(1));
         let fit = |bytes: usize| (bytes / row).max(1);
-        let spread = batch.div_ceil(lanes.into()).clamp(fit(size.min), fit(size.max));
-        let first_lane = first_lane % lanes;
-        Self { m, n, batch, workers: cluster.workers(), chunk_rows: spread, lanes, first_lane }
+        let spread = self.batch.div_ceil(self.lanes.into());
+        Self { encoding, chunk_rows: spread.clamp(fit(size.min), fit(size.max)), ..self }
+    }
+
+    /// Bytes of a row.
+    pub fn row_bytes(&self) -> usize {
+        self.encoding.bytes(self.width())
     }
 
     /// Numbers in a row.
@@ -79,9 +94,13 @@ impl Layout {
         worker.index() * len..(worker.index() + 1) * len
     }
 
-    /// The most rows a worker can send in one step.
+    /// The most rows a worker can send in one step. There is always room for a whole gradient beside
+    /// a batch: as factors, a gradient takes a row for each of its rows or columns, whichever are
+    /// fewer, or two of them in a type that has no room to scale them, and one row for the bias.
     pub fn most_rows(&self) -> usize {
-        let beyond = LONGEST / (self.width().max(1) * size_of::<f32>());
+        let row = self.row_bytes().max(1);
+        let gradient = (self.batch + 2 * self.m.min(self.n) + 1).min(LONGEST_FRAME / row);
+        let beyond = (LONGEST / row).max(gradient);
         self.last_start() + beyond.max(self.batch - self.last_start())
     }
 
@@ -144,9 +163,11 @@ impl Layout {
     }
 }
 
-/// The most bytes of a last chunk that goes beyond its worker's block. Memory for such a chunk is
-/// allocated when its header comes.
+/// The most bytes of a last chunk that goes beyond its worker's block, unless a whole gradient takes
+/// more. Memory for such a chunk is allocated when its header comes.
 const LONGEST: usize = 256 << 20;
+/// The most bytes that a frame's header can announce.
+const LONGEST_FRAME: usize = u32::MAX as usize;
 
 /// Counts off the factors of one layer that one lane carries.
 #[derive(Debug)]
@@ -253,8 +274,8 @@ impl Gather {
         }
         let whole = self.layout.chunk(worker, index, self.layout.batch);
         let most = self.layout.chunk(worker, index, self.layout.most_rows());
-        let (most, got) = (most.len() * size_of::<f32>(), header.length as usize);
-        let row = self.layout.width() * size_of::<f32>();
+        let (most, got) = (self.layout.encoding.bytes(most.len()), header.length as usize);
+        let row = self.layout.row_bytes();
         if got > most || got % row != 0 {
             return Err(Violation::Rows { row, most, got });
         }
@@ -266,7 +287,7 @@ impl Gather {
             return Err(Violation::Duplicate(header.clock));
         }
         round.agree(header.value)?;
-        let end = whole.start + got / size_of::<f32>();
+        let end = whole.start + got / self.layout.encoding.width();
         let blank = end..whole.end.max(end);
         Ok(Arrival { worker, place: place(header.clock), range: whole.start..end, blank })
     }
@@ -422,6 +443,15 @@ mod tests {
         let too_long = gather.handle_factors(&frame(0, 1, 1, most + 1), &tree()).unwrap_err();
         let (most, got) = (20 * most, 20 * most + 20);
         assert_eq!(too_long, Violation::Rows { row: 20, most, got });
+    }
+
+    #[test]
+    fn a_whole_gradient_fits_beside_a_batch() {
+        let cluster = Cluster::new(2, Servers::Colocated, 2).unwrap();
+        for (m, n) in [(4096, 25088), (25088, 4096), (10, 7)] {
+            let layout = Layout::new((m, n), 32, &cluster, ChunkSize::default(), 0);
+            assert!(layout.most_rows() > 32 + 2 * m.min(n), "{m} x {n}: {}", layout.most_rows());
+        }
     }
 
     #[test]

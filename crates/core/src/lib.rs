@@ -10,6 +10,7 @@
 //! * [`chunk`], [`plan`]: how a layer is cut into chunks and where each chunk lives.
 //! * [`wire`]: the bytes two nodes exchange (`docs/wire.md`); [`queue`]: in which order.
 //! * [`syncer`], [`factors`]: the state machines of one layer on one lane of a worker, by scheme.
+//! * [`encoding`]: which type a layer's numbers have on the wire.
 //! * [`store`]: the state machine of one shard: accumulates, updates, answers.
 //! * [`optim`]: what a shard does with a reduced gradient. [`reduce`]: what a collective does with
 //!   tensors of any type.
@@ -23,7 +24,9 @@ pub mod book;
 pub mod budget;
 pub mod chunk;
 pub mod cluster;
+pub mod copies;
 pub mod cost;
+pub mod encoding;
 pub mod factors;
 pub mod layer;
 pub mod optim;
@@ -39,14 +42,17 @@ pub mod syncer;
 pub mod tree;
 pub mod wire;
 
+mod byte_size;
 mod ids;
 mod job_id;
 mod violation;
 
-pub use book::{Book, Job, NodeFacts};
+pub use book::{Book, CheckpointAt, Checkpoints, Job, NodeFacts};
 pub use budget::{Allowance, Budget};
+pub use byte_size::ByteSize;
 pub use chunk::{ChunkKey, ChunkSize, Chunks};
 pub use cluster::{Cluster, Role, Servers};
+pub use encoding::{Encoding, Encodings};
 pub use factors::Gather;
 pub use ids::{ChannelId, Clock, Epoch, LaneId, LayerId, NodeId};
 pub use job_id::{JobId, NotAJobId};

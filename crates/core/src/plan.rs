@@ -4,9 +4,10 @@ use crate::chunk::elements;
 use crate::factors::Layout;
 use crate::scheme::{Choice, Policy, Scheme, choose};
 use crate::share::shares;
+use crate::wire::Kind;
 use crate::{
-    ChunkKey, ChunkSize, Chunks, Cluster, Epoch, LaneId, Layer, LayerId, LayerKind, NodeId, Route,
-    Tree,
+    ChunkKey, ChunkSize, Chunks, Cluster, Encodings, Epoch, LaneId, Layer, LayerId, LayerKind,
+    NodeId, Route, Tree,
 };
 use serde::{Deserialize, Serialize};
 use std::{fmt, str::FromStr};
@@ -91,6 +92,7 @@ pub struct Plan {
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct LayerPlan {
     choice: Choice,
+    encodings: Encodings,
     factors: Option<Layout>,
     chunks: Chunks,
     shards: Vec<Shard>,
@@ -127,14 +129,15 @@ impl Plan {
                 (Scheme::Sfb, LayerKind::Fc { m, n }, Some(batch)) => {
                     let lane = (first_lane % u32::from(cluster.lanes())) as u16;
                     let layout = Layout::new((m, n), batch, cluster, chunk, lane);
+                    let layout = layout.encoded(layer.up, chunk);
                     first_lane = first_lane.wrapping_add(layout.chunks());
                     Some(layout)
                 }
                 _ => None,
             };
-            let chunks = Chunks::whole(layer.len);
+            let (encodings, chunks) = (layer.encodings(), Chunks::whole(layer.len));
             let (shards, turns) = (Vec::new(), Vec::new());
-            plans.push(LayerPlan { choice, factors, chunks, shards, turns });
+            plans.push(LayerPlan { choice, encodings, factors, chunks, shards, turns });
             placements.push(placement);
         }
         // Each kind of traffic is balanced by itself: what goes by factors says nothing about the
@@ -170,6 +173,16 @@ impl Plan {
         self.layers.get(layer.index())?.factors.as_ref()
     }
 
+    /// How the numbers of `layer` travel. As `f32` if there is no such layer.
+    pub fn encodings(&self, layer: LayerId) -> Encodings {
+        self.layers.get(layer.index()).map_or_else(Encodings::default, |l| l.encodings)
+    }
+
+    /// Bytes of the payload of a frame of this kind that carries all of `chunk`.
+    pub fn payload(&self, chunk: ChunkKey, kind: Kind) -> usize {
+        self.encodings(chunk.layer).of(kind).bytes(self.len(chunk))
+    }
+
     /// Whether any layer goes by factors, from worker to worker.
     pub fn sends_factors(&self) -> bool {
         self.layers.iter().any(|l| l.factors.is_some())
@@ -178,24 +191,24 @@ impl Plan {
     /// The bytes of payload that `node` sends per step for `layer`, to nodes of any host, when every
     /// batch is full.
     pub fn bytes_sent(&self, node: NodeId, layer: LayerId) -> usize {
-        let numbers: usize = match self.factors(layer) {
+        let Encodings { up, down } = self.encodings(layer);
+        match self.factors(layer) {
             Some(layout) => {
                 // Factors that are not this node's own pass through it only in a tree.
                 let passes = |route: Route| !self.tree.is_flat() || route.root == node;
                 let ways = layout.routes().filter(|(route, _)| passes(*route));
-                ways.map(|(route, len)| self.tree.children(node, route).len() * len).sum()
+                ways.map(|(route, len)| self.tree.children(node, route).len() * up.bytes(len)).sum()
             }
             None => {
                 let sent = |(chunk, _)| {
-                    let route = self.route(chunk)?;
+                    let (route, len) = (self.route(chunk)?, self.len(chunk));
                     let results = self.tree.children(node, route).len();
                     let sums = usize::from(self.tree.contributes(node, route));
-                    Some((sums + results) * self.len(chunk))
+                    Some(sums * up.bytes(len) + results * down.bytes(len))
                 };
                 self.layer_chunks(layer).filter_map(sent).sum()
             }
-        };
-        numbers * size_of::<f32>()
+        }
     }
 
     /// Number of layers.
@@ -268,9 +281,9 @@ struct Weighted {
     shards: Vec<Shard>,
     /// By shard.
     weights: Vec<usize>,
-    /// Elements that each shard has of large layers.
+    /// Bytes that each shard has of large layers.
     held: Vec<usize>,
-    /// Elements of large layers that have a shard.
+    /// Bytes of large layers that have a shard.
     dealt: usize,
     /// The shard that the next large layer begins with, if all weights are equal.
     next: usize,
@@ -290,8 +303,8 @@ impl Weighted {
         Self { shards, weights, held, dealt: 0, next: 0 }
     }
 
-    /// The shards of a large layer's chunks.
-    fn deal(&mut self, chunks: &Chunks) -> Vec<Shard> {
+    /// The shards of a large layer's chunks, whose elements have `width` bytes.
+    fn deal(&mut self, chunks: &Chunks, width: usize) -> Vec<Shard> {
         let count = self.shards.len();
         if self.weights.iter().all(|weight| *weight == self.weights[0]) {
             // The last chunk may be short: begin with another shard each time.
@@ -300,7 +313,7 @@ impl Weighted {
             return (0..chunks.count()).map(|i| self.shards[(first + i) % count]).collect();
         }
         let whole: usize = self.weights.iter().sum();
-        let lens = (0..chunks.count() as u32).filter_map(|i| Some(chunks.range(i)?.len()));
+        let lens = (0..chunks.count() as u32).filter_map(|i| Some(chunks.range(i)?.len() * width));
         let dealt = lens.map(|len| {
             self.dealt += len;
             // How far a shard is behind its part of all that is dealt.
@@ -322,17 +335,19 @@ fn place_evenly(cluster: &Cluster, layers: Vec<(&mut LayerPlan, usize)>, size: C
     let mut weighted = Weighted::new(cluster);
     let mut small = Vec::new();
     for (plan, len) in layers {
-        let Some(chunks) = Chunks::even(len, size, weighted.shards.len()) else {
-            small.push((plan, len));
+        let width = plan.encodings.widest();
+        let Some(chunks) = Chunks::even(len, width, size, weighted.shards.len()) else {
+            small.push((plan, len, width));
             continue;
         };
-        plan.shards = weighted.deal(&chunks);
+        plan.shards = weighted.deal(&chunks, width);
         plan.chunks = chunks;
     }
-    let total: usize = small.iter().map(|(_, len)| len).sum();
+    // In bytes: elements of layers that lie beside each other may have other widths.
+    let total: usize = small.iter().map(|(_, len, width)| len * width).sum();
     let Weighted { shards, weights, .. } = weighted;
     let nodes = shards.len() / usize::from(cluster.lanes());
-    let worth = (total / elements(size.min)).clamp(1, shards.len());
+    let worth = (total / size.min.max(1)).clamp(1, shards.len());
     // Whole rounds over the nodes, so that none has more than its part.
     let shares = if worth > nodes { worth - worth % nodes } else { worth };
     let whole: usize = weights[..shares].iter().sum();
@@ -343,14 +358,15 @@ fn place_evenly(cluster: &Cluster, layers: Vec<(&mut LayerPlan, usize)>, size: C
         ends.push((weight * total).div_ceil(whole));
     }
     let mut start = 0;
-    for (plan, len) in small {
-        let end = start + len;
+    for (plan, len, width) in small {
+        // A cut through a number comes after the number.
         let cuts = ends.iter().filter(|&&cut| cut > start && cut < total);
-        plan.chunks = Chunks::cut(len, elements(size.max), cuts.map(|cut| cut - start));
+        let cuts = cuts.map(|cut| (cut - start).div_ceil(width));
+        plan.chunks = Chunks::cut(len, elements(size.max, width), cuts);
         let starts = (0..plan.chunks.count() as u32).filter_map(|i| plan.chunks.range(i));
         let share = |position: usize| ends.partition_point(|&end| end <= position);
-        plan.shards = starts.map(|range| shards[share(start + range.start)]).collect();
-        start = end;
+        plan.shards = starts.map(|range| shards[share(start + range.start * width)]).collect();
+        start += len * width;
     }
 }
 

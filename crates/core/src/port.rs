@@ -89,7 +89,7 @@ pub fn window(senders: usize, shares: usize, rate: Option<Rate>) -> usize {
 /// What may be under way to a port: a little less than the queue of a small switch's port, 256 KB.
 const LEAST_BUDGET: usize = 192 << 10;
 /// How long the budget of a fast port keeps it busy, in seconds.
-const BUSY: f64 = 0.25e-3;
+const BUSY: f64 = 0.6e-3;
 /// A few packets. With smaller windows TCP sends short segments, which cost much CPU time.
 const LEAST_WINDOW: usize = 4 << 10;
 const MOST_WINDOW: usize = 1 << 20;
@@ -226,7 +226,7 @@ mod tests {
         // A fast port has a larger budget, a slow one has what it needs for small switches.
         let [slow, fast, fastest] = rates([100, 10_000, 100_000]);
         assert_eq!(window(7, 1, Some(slow)), window(7, 1, None));
-        assert_eq!(7 * window(7, 1, Some(fast)), 312_494);
+        assert_eq!(7 * window(7, 1, Some(fast)), 749_994);
         assert_eq!(window(1, 1, Some(fastest)), MOST_WINDOW);
     }
 

@@ -2,7 +2,7 @@
 
 use crate::cost::{MESSAGE, Setting};
 use crate::share::Traffic;
-use crate::{Cluster, Layer, LayerKind, Servers, Tree};
+use crate::{Cluster, Encoding, Encodings, Layer, LayerKind, Servers, Tree};
 use serde::{Deserialize, Serialize};
 use std::{fmt, str::FromStr};
 
@@ -44,7 +44,22 @@ pub struct Choice {
 /// The scheme for `layer`: Poseidon 2017, Algorithm 1, with the busiest node of this very cluster
 /// (`docs/adr/0013-algorithm-1-with-dedicated-servers.md`) and a cost per message. `batch` is how many samples a worker
 /// has per step; `None` if factors will not be sent.
+///
+/// By factors no result travels: a worker rebuilds it, in `f32`. So a layer whose results are of another type does not
+/// go by factors.
 pub fn choose(layer: &Layer, cluster: &Cluster, batch: Option<usize>, policy: Policy) -> Choice {
+    match layer.down {
+        Encoding::F32 => compare(layer, cluster, batch, policy),
+        down => {
+            let reason = format!("its results are {down}, and factors give f32");
+            Choice { scheme: Scheme::Ps, reason }
+        }
+    }
+}
+
+/// As [`choose`], for a program that would take a result in `f32` if the layer went by factors, and in the layer's own
+/// encoding otherwise.
+pub fn compare(layer: &Layer, cluster: &Cluster, batch: Option<usize>, policy: Policy) -> Choice {
     let ps = |reason: &str| Choice { scheme: Scheme::Ps, reason: reason.into() };
     let LayerKind::Fc { m, n } = layer.kind else {
         return ps("its gradient has no factors");
@@ -78,6 +93,12 @@ pub fn choose(layer: &Layer, cluster: &Cluster, batch: Option<usize>, policy: Po
             (setting.ps_both(), setting.sfb_worker(), "per node")
         }
     };
+    // A number counts as the part of an f32 that its bytes are. Half of what crosses an interface goes up, half comes
+    // down; factors go up only, to everybody.
+    let Encodings { up, down } = layer.encodings();
+    let part = |bytes: usize| bytes as f64 / size_of::<f32>() as f64;
+    let matrices = matrices * part(up.width() + down.width()) / 2.0;
+    let factors = factors * part(up.width());
     let saved = matrices - factors;
     let (factors, matrices) = (Count(factors), Count(matrices));
     let (scheme, reason) = if policy == Policy::Sfb {
@@ -265,5 +286,22 @@ mod tests {
             assert_eq!(policy.to_string().parse(), Ok(policy));
         }
         assert!("both".parse::<Policy>().unwrap_err().contains("'both'"));
+    }
+
+    #[test]
+    fn numbers_cost_what_their_bytes_do() {
+        let cluster = Cluster::new(4, Servers::Colocated, 1).unwrap();
+        let layer = |up, down| fc(512, 512).encoded(Encodings { up, down });
+        let reason = |layer| compare(&layer, &cluster, Some(32), Policy::Auto).reason;
+        let (f32, bf16) = (Encoding::F32, Encoding::Bf16);
+        // Matrices: 2 · 512² · 6 / 4 parameters. Factors: 2 · 3 · 32 · 1024.
+        assert!(reason(layer(f32, f32)).contains("factors 196.6K ≤ matrices 786.4K"));
+        assert!(reason(layer(bf16, bf16)).contains("factors 98.3K ≤ matrices 393.2K"));
+        assert!(reason(layer(bf16, f32)).contains("factors 98.3K ≤ matrices 589.8K"));
+        // What is rebuilt is f32: only a layer that takes it as such goes by factors.
+        let choice = choose(&layer(bf16, bf16), &cluster, Some(32), Policy::Sfb);
+        assert_eq!(choice.scheme, Scheme::Ps);
+        assert!(choice.reason.contains("results are bf16"), "{}", choice.reason);
+        assert_eq!(choose(&layer(bf16, f32), &cluster, Some(32), Policy::Auto).scheme, Scheme::Sfb);
     }
 }

@@ -11,31 +11,43 @@
 //! are added to it in place: no copy in, no copy out. Otherwise the sum lives in a recycled buffer.
 //! So a shard that keeps up touches the memory of a few chunks only, however large the model is.
 //!
+//! Sums and parameters are `f32` here, whatever the layer's [encodings](crate::encoding). A
+//! contribution of another type is decoded while it is added, and its memory cannot be lent. A result
+//! of another type is rounded once, when the chunk is complete. So is a sum that goes on to the node
+//! above, which the next sum then takes as it is.
+//!
 //! A simulation has no numbers: [`Store::ghost`] judges, counts and answers like any other store,
 //! and all its sums are empty.
 
+mod open_clock;
+mod outcome;
+mod pool;
 mod streams;
 
-use crate::optim::{self, Optimizer, Reduction, Step, state_of};
-use crate::wire::{Header, Kind};
-use crate::{ChunkKey, Clock, NodeId, Plan, Route, Shard, Violation};
+use crate::encoding::Block;
+use crate::optim::{self, Optimizer, Reduction, State, Step};
+use crate::wire::{Header, Kind, Marks};
+use crate::{ChunkKey, Clock, Encoding, Encodings, LayerId, NodeId, Plan, Route, Shard, Violation};
+use open_clock::{OpenClock, add_or_assign};
+pub use outcome::{Completed, Kept, Outcome, Restored, Resumption, Stall, Way};
+use pool::{Pool, unshared};
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
-use streams::{Fold, Streams};
+use streams::Streams;
 
 /// One shard of the KV store.
 #[derive(Debug)]
 pub struct Store {
     workers: usize,
-    optimizer: Optimizer,
     order: Order,
     /// In the order of [`keys`](Self::keys).
     slots: Vec<Slot>,
     /// This shard's chunks, sorted. They are kept apart from the slots, because they are searched.
     keys: Vec<ChunkKey>,
-    /// Free buffers by length. The one used last is taken first: it is most likely in cache.
-    free: BTreeMap<usize, Vec<Arc<[f32]>>>,
+    pool: Pool,
+    /// What is to be kept and has not been taken.
+    kept: Vec<Kept>,
 }
 
 /// In which order contributions are added.
@@ -56,75 +68,11 @@ pub enum Order {
 pub struct Contribution {
     slot: SlotId,
     stream: usize,
+    /// Elements that have come.
     done: usize,
     len: usize,
+    encoding: Encoding,
     lent: bool,
-}
-
-/// A chunk that has all contributions to a clock.
-#[derive(Debug)]
-pub struct Completed {
-    /// The chunk.
-    pub key: ChunkKey,
-    /// The clock that is complete.
-    pub clock: Clock,
-    /// Where `result` goes.
-    pub way: Way,
-    /// Where the sum, the reduced gradient or the new parameters are.
-    pub result: Outcome,
-}
-
-/// Where the outcome of a complete clock goes.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub enum Way {
-    /// Towards the chunk's server: it is a sum that this node has collected.
-    Up {
-        /// A push, or initial values.
-        kind: Kind,
-        /// The learning rate that the contributions came with.
-        rate: f32,
-    },
-    /// To those who have contributed: it is the result.
-    Down,
-}
-
-/// Where a result is.
-#[derive(Debug)]
-pub enum Outcome {
-    /// In this buffer. It is handed back with [`Store::release`].
-    Held(Arc<[f32]>),
-    /// In the memory that this node's worker lent.
-    Lent,
-    /// There are no numbers: none of those collected from has initial values to give.
-    Nothing,
-}
-
-/// Where a chunk's elements were left when their plan was replaced.
-#[derive(Clone, Copy, Debug)]
-pub struct Resumption<'a> {
-    /// The last clock that is complete.
-    pub clock: Clock,
-    /// Steps the rule took before the job's first clock: its state came from a checkpoint.
-    pub steps_before: u64,
-    /// The parameters after that clock. Empty if the shards keep none.
-    pub parameters: &'a [f32],
-    /// The update rule's vectors after that clock. Empty before its first step.
-    pub vectors: &'a [&'a [f32]],
-}
-
-/// A chunk that has waited too long.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Stall {
-    /// The chunk.
-    pub key: ChunkKey,
-    /// The clock that the chunk is collecting.
-    pub clock: Clock,
-    /// The nodes whose contribution is not complete.
-    pub missing: Vec<NodeId>,
-    /// Whether all of them collect from others, and so know better who is missing.
-    pub collected: bool,
-    /// How long ago the first contribution to this clock began.
-    pub waited: Duration,
 }
 
 type SlotId = u32;
@@ -133,6 +81,9 @@ type SlotId = u32;
 #[derive(Debug)]
 struct Slot {
     key: ChunkKey,
+    /// The update rule of its layer.
+    optimizer: Optimizer,
+    encodings: Encodings,
     /// Elements that a contribution must have.
     len: usize,
     /// Elements that memory is kept for: `len`, or none in a simulation.
@@ -144,7 +95,7 @@ struct Slot {
     /// The clock that the chunk collects, or will collect next.
     clock: Clock,
     parameters: Option<Arc<[f32]>>,
-    state: Vec<Vec<f32>>,
+    state: Vec<Arc<[f32]>>,
     /// Steps that the update rule took before this store existed, if its state came from a
     /// checkpoint.
     steps_before: u64,
@@ -153,29 +104,8 @@ struct Slot {
     contributors: Box<[ContributorState]>,
     /// `None` until the first contribution to `clock` begins.
     round: Option<OpenClock>,
-}
-
-/// What has come for the clock that a slot collects.
-#[derive(Debug)]
-struct OpenClock {
-    kind: Kind,
-    rate: f32,
-    opened: Duration,
-    /// `None` if the sum is in the memory that this node's worker lent, if there is nothing to add,
-    /// and in the order of ranks until all is added.
-    sum: Option<Arc<[f32]>>,
-    /// The sum is in the memory that this node's worker lent.
-    lent: bool,
-    /// Elements of the sum that have a value. The pieces of a contribution come in order, so this is
-    /// how far the fastest contribution has come. Pieces are added below it and assigned above it,
-    /// so the buffer needs no clearing.
-    filled: usize,
-    finished: usize,
-    /// With [`Order::Rank`]: contributions that wait for their turn, by stream.
-    waiting: BTreeMap<usize, Arc<[f32]>>,
-    /// With [`Order::Rank`]: sums that have been begun, and the next step of the streams' fold.
-    stack: Vec<Arc<[f32]>>,
-    turn: usize,
+    /// What a checkpoint has of the chunk, until its initial values have come.
+    restored: Option<Restored>,
 }
 
 /// How much of a contribution has come.
@@ -191,11 +121,22 @@ impl Contribution {
     pub fn is_lent(&self) -> bool {
         self.lent
     }
+
+    /// What its elements are.
+    pub fn encoding(&self) -> Encoding {
+        self.encoding
+    }
 }
 
 impl Store {
-    /// The shard `shard` of `plan`, and what its lane collects for other shards.
-    pub fn new(plan: &Plan, shard: Shard, optimizer: Optimizer, order: Order) -> Self {
+    /// The shard `shard` of `plan`, and what its lane collects for other shards. `rule` gives the
+    /// update rule of a layer.
+    pub fn new<'a>(
+        plan: &Plan,
+        shard: Shard,
+        rule: impl Fn(LayerId) -> &'a Optimizer,
+        order: Order,
+    ) -> Self {
         let tree = plan.tree();
         let mut known: BTreeMap<Route, Arc<Streams>> = BTreeMap::new();
         let mut slots = Vec::new();
@@ -209,6 +150,8 @@ impl Store {
                 .or_insert_with(|| Arc::new(Streams::new(&tree.sum(shard.node, route))));
             slots.push(Slot {
                 key,
+                optimizer: rule(key.layer).clone(),
+                encodings: plan.encodings(key.layer),
                 len: plan.len(key),
                 room: plan.len(key),
                 collects: plan.factors(key.layer).is_none(),
@@ -220,17 +163,19 @@ impl Store {
                 contributors: vec![ContributorState::Absent; streams.len()].into(),
                 streams: streams.clone(),
                 round: None,
+                restored: None,
             });
         }
         let keys = slots.iter().map(|slot| slot.key).collect();
-        Self { workers: tree.workers(), optimizer, order, slots, keys, free: BTreeMap::new() }
+        let (pool, kept) = (Pool::default(), Vec::new());
+        Self { workers: tree.workers(), order, slots, keys, pool, kept }
     }
 
     /// The same shard without numbers, for simulations: contributions are judged by their headers
     /// and have no pieces, results are empty.
     pub fn ghost(plan: &Plan, shard: Shard) -> Self {
         let sum = Optimizer::Reduce(Reduction::Sum);
-        let mut store = Self::new(plan, shard, sum, Order::Arrival);
+        let mut store = Self::new(plan, shard, |_| &sum, Order::Arrival);
         store.slots.iter_mut().for_each(|slot| slot.room = 0);
         store
     }
@@ -260,16 +205,17 @@ impl Store {
     }
 
     /// This node's worker offers its gradient's memory for the sum. The gradient in it counts as a
-    /// complete contribution. `None` if another worker was first: then this worker has to
-    /// contribute like the others.
+    /// complete contribution. `None` if another worker was first, or if the memory is not one of
+    /// `f32`s: then this worker has to contribute like the others.
     pub fn handle_loan(
         &mut self,
         header: &Header,
         now: Duration,
     ) -> Result<Option<Contribution>, Violation> {
         let id = self.slot(header.chunk)?;
+        let slot = &self.slots[id as usize];
+        let first = slot.round.is_none() && slot.encodings.up == Encoding::F32;
         // In rank order a sum begins with worker 0's contribution, not with this node's.
-        let first = self.slots[id as usize].round.is_none();
         if !first || self.order == Order::Rank || header.kind != Kind::Push {
             return Ok(None);
         }
@@ -278,26 +224,29 @@ impl Store {
         Ok(Some(loan))
     }
 
-    /// The next piece of a contribution. Pieces come in order, and each is as long as the network
-    /// made it. `lent` is the chunk's lent memory, if [`Contribution::is_lent`].
+    /// The next piece of a contribution: whole elements of its [encoding](Contribution::encoding),
+    /// aligned for them. Pieces come in order, and each is as long as the network made it. `lent` is
+    /// the chunk's lent memory, if [`Contribution::is_lent`].
     pub fn handle_piece(
         &mut self,
         contribution: &mut Contribution,
-        piece: &[f32],
+        piece: &[u8],
         lent: Option<&mut [f32]>,
     ) {
         let slot = &mut self.slots[contribution.slot as usize];
         let round = slot.round.as_mut().expect("a contribution keeps its round open");
-        let start = contribution.done;
-        contribution.done += piece.len();
+        let (start, encoding) = (contribution.done, contribution.encoding);
+        contribution.done += piece.len() / encoding.width();
         if self.order == Order::Rank && round.kind == Kind::Push {
-            let free = &mut self.free;
+            let pool = &mut self.pool;
             let own = round.waiting.entry(contribution.stream);
-            let own = own.or_insert_with(|| buffer(free, slot.room));
-            unshared(own)[start..contribution.done].copy_from_slice(piece);
+            let own = own.or_insert_with(|| pool.take(slot.room));
+            encoding.decode(piece, &mut unshared(own)[start..contribution.done]);
         } else {
             let sum = round.sum.as_mut().map(unshared).or(lent);
-            add_or_assign(sum.expect("a sum is here or lent"), &mut round.filled, start, piece);
+            let sum = &mut sum.expect("a sum is here or lent")[start..contribution.done];
+            add_or_assign(encoding, sum, round.filled.saturating_sub(start), piece);
+            round.filled = round.filled.max(contribution.done);
         }
     }
 
@@ -315,18 +264,20 @@ impl Store {
         round.finished += 1;
         if self.order == Order::Rank && round.kind == Kind::Push {
             let done = |stream: usize| slot.contributors[stream] == ContributorState::Done;
-            let freed = round.fold(&slot.streams.fold, done);
-            self.free.entry(slot.room).or_default().extend(freed);
+            round.fold(&slot.streams.fold, done).into_iter().for_each(|sum| self.pool.put(sum));
         }
         (round.finished == slot.streams.len()).then(|| self.complete(contribution.slot, lent))
     }
 
     /// A link has sent a result, or it has been copied. The buffer returns to the pool when its last
     /// holder releases it.
-    pub fn release(&mut self, result: Arc<[f32]>) {
-        if Arc::strong_count(&result) == 1 {
-            self.free.entry(result.len()).or_default().push(result);
-        }
+    pub fn release(&mut self, result: Block) {
+        self.pool.release(result);
+    }
+
+    /// Takes what workers asked to keep and what has become complete since the last call.
+    pub fn poll_kept(&mut self) -> Option<Kept> {
+        self.kept.pop()
     }
 
     /// The chunk that has waited longest for a missing worker, if it has waited for `limit`.
@@ -346,26 +297,64 @@ impl Store {
 
     /// The update rule's state vectors of a chunk. `None` before the chunk has its initial
     /// parameters, and for rules that keep no parameters.
-    pub fn rule_state(&self, chunk: ChunkKey) -> Option<&[Vec<f32>]> {
+    pub fn rule_state(&self, chunk: ChunkKey) -> Option<&[Arc<[f32]>]> {
         let slot = &self.slots[self.slot(chunk).ok()? as usize];
         slot.parameters.is_some().then_some(&slot.state)
     }
 
-    /// Sets a chunk's update rule to its state after `steps` steps. False if this shard does not have
-    /// the chunk, if the chunk has no initial parameters yet, or if the vectors differ in number or
-    /// length from the rule's.
-    pub fn restore_rule(&mut self, chunk: ChunkKey, steps: u64, vectors: &[&[f32]]) -> bool {
+    /// The parameters of a chunk as the update rule has them, if workers get them rounded.
+    pub fn masters(&self, chunk: ChunkKey) -> Option<&[f32]> {
+        let slot = &self.slots[self.slot(chunk).ok()? as usize];
+        let rounded = slot.encodings.down != Encoding::F32;
+        slot.parameters.as_deref().filter(|_| rounded)
+    }
+
+    /// Sets a chunk's update rule to its state after `steps` steps, and the chunk's parameters to its
+    /// [`masters`](Self::masters), if there are any. False if this shard does not have the chunk, if
+    /// the chunk has no initial parameters yet, or if the vectors differ in number or length from the
+    /// rule's.
+    pub fn restore_rule(
+        &mut self,
+        chunk: ChunkKey,
+        steps: u64,
+        vectors: &[&[f32]],
+        masters: Option<&[f32]>,
+    ) -> bool {
         let Ok(id) = self.slot(chunk) else { return false };
         let slot = &mut self.slots[id as usize];
         let fits = slot.state.len() == vectors.len()
-            && slot.state.iter().zip(vectors).all(|(own, new)| own.len() == new.len());
+            && slot.state.iter().zip(vectors).all(|(own, new)| own.len() == new.len())
+            && masters.is_none_or(|masters| masters.len() == slot.room);
         if slot.parameters.is_none() || !fits {
             return false;
         }
         slot.steps_before = steps;
-        for (own, new) in slot.state.iter_mut().zip(vectors) {
-            own.copy_from_slice(new);
+        if let Some(masters) = masters {
+            slot.parameters = Some(masters.into());
         }
+        slot.state = vectors.iter().map(|&vector| vector.into()).collect();
+        true
+    }
+
+    /// Whether the update rule of `chunk` runs here, on parameters that are here.
+    pub fn holds_parameters(&self, chunk: ChunkKey) -> bool {
+        self.slot(chunk).is_ok_and(|id| self.slots[id as usize].holds_parameters())
+    }
+
+    /// Before anything has come for a chunk: gives it what a checkpoint has of it. It begins to count
+    /// with the chunk's initial values. False if the chunk's parameters are not here, if something has
+    /// come already, or if a length or the number of vectors is not the rule's.
+    pub fn restore(&mut self, chunk: ChunkKey, restored: Restored) -> bool {
+        let Ok(id) = self.slot(chunk) else { return false };
+        let slot = &mut self.slots[id as usize];
+        let fits = restored.vectors.len() == slot.optimizer.state_vectors()
+            && restored.parameters.len() == slot.room
+            && restored.vectors.iter().all(|vector| vector.len() == slot.room);
+        let untouched = slot.round.is_none() && slot.clock == Clock(0);
+        if !slot.holds_parameters() || !untouched || !fits {
+            return false;
+        }
+        slot.restored = Some(restored);
         true
     }
 
@@ -379,11 +368,11 @@ impl Store {
         }
         slot.clock = from.clock.next();
         slot.steps_before = from.steps_before;
-        if !self.optimizer.is_stateless() && slot.collects && !slot.passes_on {
+        if slot.holds_parameters() {
             slot.parameters = Some(from.parameters.into());
             slot.state = match from.vectors {
-                [] => vec![vec![0.0; slot.room]; self.optimizer.state_vectors()],
-                vectors => vectors.iter().map(|vector| vector.to_vec()).collect(),
+                [] => slot.fresh_state(),
+                vectors => vectors.iter().map(|&vector| vector.into()).collect(),
             };
         }
         true
@@ -391,15 +380,14 @@ impl Store {
 
     /// Bytes of sums, parameters and optimizer state that this shard holds, with free buffers.
     pub fn bytes(&self) -> usize {
-        let free: usize = self.free.iter().map(|(len, buffers)| len * buffers.len()).sum();
         let held = self.slots.iter().map(|s| {
             let sums =
                 |r: &OpenClock| usize::from(r.sum.is_some()) + r.waiting.len() + r.stack.len();
             let round = s.round.as_ref().map_or(0, |r| s.room * sums(r));
             let parameters = s.parameters.as_ref().map_or(0, |p| p.len());
-            round + parameters + s.state.iter().map(Vec::len).sum::<usize>()
+            round + parameters + s.state.iter().map(|vector| vector.len()).sum::<usize>()
         });
-        (free + held.sum::<usize>()) * size_of::<f32>()
+        self.pool.bytes() + held.sum::<usize>() * size_of::<f32>()
     }
 
     fn slot(&self, chunk: ChunkKey) -> Result<SlotId, Violation> {
@@ -422,13 +410,14 @@ impl Store {
         // Worker 0's initial values become everybody's. The other workers send an empty Init, which
         // says that they are ready.
         let carries = header.kind != Kind::Init || slot.streams.is_initial(stream);
-        let expected = if carries { slot.len * size_of::<f32>() } else { 0 };
+        let encoding = slot.encodings.of(header.kind);
+        let expected = if carries { encoding.bytes(slot.len) } else { 0 };
         if header.length as usize != expected {
             return Err(Violation::Length { expected, got: header.length as usize });
         }
         // A shard that keeps no parameters needs no initial ones.
         let skips_init = header.kind == Kind::Push
-            && self.optimizer.is_stateless()
+            && slot.optimizer.is_stateless()
             && slot.clock == Clock(0)
             && slot.round.is_none();
         if skips_init {
@@ -449,11 +438,11 @@ impl Store {
         if slot.contributors[stream] != ContributorState::Absent {
             return Err(Violation::Duplicate(header.clock));
         }
-        match &slot.round {
-            Some(round) if round.rate.to_bits() != header.value.to_bits() => {
-                return Err(Violation::Rate { expected: round.rate, got: header.value });
+        match &mut slot.round {
+            Some(round) if round.terms.rate.to_bits() != header.value.to_bits() => {
+                return Err(Violation::Rate { expected: round.terms.rate, got: header.value });
             }
-            Some(_) => {}
+            Some(round) => round.terms.marks |= header.marks,
             None => {
                 let sums = match header.kind {
                     Kind::Init => slot.streams.has_initial(),
@@ -461,9 +450,9 @@ impl Store {
                 };
                 slot.round = Some(OpenClock {
                     kind: header.kind,
-                    rate: header.value,
+                    terms: header.terms(),
                     opened: now,
-                    sum: sums.then(|| buffer(&mut self.free, slot.room)),
+                    sum: sums.then(|| self.pool.take(slot.room)),
                     lent: loan,
                     filled: if loan { slot.room } else { 0 },
                     finished: 0,
@@ -476,109 +465,108 @@ impl Store {
         let lent = slot.round.as_ref().is_some_and(|round| round.lent);
         slot.contributors[stream] = ContributorState::Arriving;
         let len = if carries { slot.room } else { 0 };
-        Ok(Contribution { slot: id, stream, done: 0, len, lent })
+        Ok(Contribution { slot: id, stream, done: 0, len, encoding, lent })
     }
 
-    fn complete(&mut self, id: SlotId, lent: Option<&mut [f32]>) -> Completed {
-        let slot = &mut self.slots[id as usize];
+    fn complete(&mut self, id: SlotId, mut lent: Option<&mut [f32]>) -> Completed {
+        let (slot, pool) = (&mut self.slots[id as usize], &mut self.pool);
+        let down = slot.encodings.down;
         let mut round = slot.round.take().expect("only an open round completes");
-        let clock = slot.clock;
+        let (clock, marks) = (slot.clock, round.terms.marks);
         slot.clock = clock.next();
         slot.contributors.fill(ContributorState::Absent);
         if self.order == Order::Rank && round.kind == Kind::Push {
             // A chunk without elements has no contribution on the stack.
-            let sum = round.stack.pop().unwrap_or_else(|| buffer(&mut self.free, slot.room));
-            round.sum = Some(sum);
+            round.sum = Some(round.stack.pop().unwrap_or_else(|| pool.take(slot.room)));
         }
         if slot.passes_on {
-            let way = Way::Up { kind: round.kind, rate: round.rate };
-            let here = if round.lent { Outcome::Lent } else { Outcome::Nothing };
-            return Completed {
-                key: slot.key,
-                clock,
-                way,
-                result: round.sum.map_or(here, Outcome::Held),
+            let way = Way::Up { kind: round.kind, rate: round.terms.rate };
+            let encoding = slot.encodings.of(round.kind);
+            let result = match round.sum {
+                Some(sum) => Outcome::Held(pool.encode_whole(encoding, sum)),
+                None if round.lent => Outcome::Lent,
+                None => Outcome::Nothing,
             };
+            return Completed { key: slot.key, clock, way, marks, result };
         }
-        let scale = self.optimizer.reduction().scale(self.workers);
-        let result = if self.optimizer.is_stateless() {
+        let scale = slot.optimizer.reduction().scale(self.workers);
+        let result = if slot.optimizer.is_stateless() {
             if round.kind == Kind::Push && scale != 1.0 {
-                let sum = round.sum.as_mut().map(unshared).or(lent);
+                let sum = round.sum.as_mut().map(unshared).or(lent.as_deref_mut());
                 optim::scale(sum.expect("a sum is here or lent"), scale);
             }
-            round.sum.map_or(Outcome::Lent, Outcome::Held)
+            match round.sum {
+                Some(sum) => Outcome::Held(pool.encode_whole(down, sum)),
+                None if down == Encoding::F32 => Outcome::Lent,
+                // In a simulation a loan has no memory.
+                None => Outcome::Held(pool.encode(down, lent.as_deref().unwrap_or_default())),
+            }
         } else if !slot.collects {
-            Outcome::Held(round.sum.expect("initial values are never lent"))
-        } else if round.kind == Kind::Init {
-            slot.state = vec![vec![0.0; slot.room]; self.optimizer.state_vectors()];
             let initial = round.sum.expect("initial values are never lent");
-            Outcome::Held(slot.parameters.insert(initial).clone())
+            Outcome::Held(pool.encode_whole(down, initial))
+        } else if round.kind == Kind::Init {
+            let initial = round.sum.expect("initial values are never lent");
+            match slot.restored.take() {
+                // Initial values may have been rounded on their way. These have not.
+                Some(Restored { steps, parameters, vectors }) => {
+                    (slot.steps_before, slot.state) = (steps, vectors);
+                    pool.put(initial);
+                    shown(pool, down, slot.parameters.insert(parameters))
+                }
+                None => {
+                    slot.state = slot.fresh_state();
+                    shown(pool, down, slot.parameters.insert(initial))
+                }
+            }
         } else {
             let parameters = slot.parameters.as_mut().expect("pushes are refused before init");
             // Every worker has the last result: otherwise it could not have contributed to this
-            // clock. But a link may still hold a reference to that result.
-            if Arc::get_mut(parameters).is_none() {
-                let mut copy = buffer(&mut self.free, slot.room);
-                unshared(&mut copy).copy_from_slice(parameters);
-                *parameters = copy;
+            // clock. But a link may still hold a reference to that result, and so may a checkpoint
+            // that is being written.
+            let steps = clock.0 + slot.steps_before;
+            let mut state = State::default();
+            for (own, vector) in state.iter_mut().zip(&mut slot.state) {
+                *own = pool.exclusive(vector);
             }
-            self.optimizer.step(Step {
-                parameters: unshared(parameters),
+            slot.optimizer.step(Step {
+                parameters: pool.exclusive(parameters),
                 sum: round.sum.as_deref().or(lent.as_deref()).expect("a sum is here or lent"),
                 scale,
-                rate: round.rate,
-                clock: Clock(clock.0 + slot.steps_before),
-                state: state_of(&mut slot.state),
+                rate: round.terms.rate,
+                clock: Clock(steps),
+                state,
             });
-            self.free.entry(slot.room).or_default().extend(round.sum);
-            Outcome::Held(parameters.clone())
-        };
-        Completed { key: slot.key, clock, way: Way::Down, result }
-    }
-}
-
-impl OpenClock {
-    /// Adds up what can be added now in the order of ranks. Returns buffers that are free again.
-    fn fold(&mut self, steps: &[Fold], done: impl Fn(usize) -> bool) -> Vec<Arc<[f32]>> {
-        let mut freed = Vec::new();
-        while let Some(step) = steps.get(self.turn) {
-            match *step {
-                // A contribution without numbers has no buffer: that of a simulation.
-                Fold::Take(stream) if done(stream) => {
-                    self.stack.extend(self.waiting.remove(&stream))
-                }
-                Fold::Take(_) => break,
-                Fold::Add => {
-                    let added = self.stack.pop();
-                    if let (Some(sum), Some(added)) = (self.stack.last_mut(), added) {
-                        optim::add(unshared(sum), &added);
-                        freed.push(added);
-                    }
-                }
+            if marks.contains(Marks::KEEP) {
+                let (parameters, vectors) = (parameters.clone(), slot.state.clone());
+                self.kept.push(Kept { key: slot.key, clock, steps, parameters, vectors });
             }
-            self.turn += 1;
-        }
-        freed
+            let result = shown(pool, down, parameters);
+            round.sum.into_iter().for_each(|sum| pool.put(sum));
+            result
+        };
+        Completed { key: slot.key, clock, way: Way::Down, marks, result }
     }
 }
 
-fn buffer(free: &mut BTreeMap<usize, Vec<Arc<[f32]>>>, len: usize) -> Arc<[f32]> {
-    let recycled = free.get_mut(&len).and_then(Vec::pop);
-    recycled.unwrap_or_else(|| std::iter::repeat_n(0.0, len).collect())
+impl Slot {
+    /// Whether the update rule runs here, on parameters that are here.
+    fn holds_parameters(&self) -> bool {
+        !self.optimizer.is_stateless() && self.collects && !self.passes_on
+    }
+
+    /// What the update rule has before its first step.
+    fn fresh_state(&self) -> Vec<Arc<[f32]>> {
+        let zeros = || std::iter::repeat_n(0.0, self.room).collect();
+        (0..self.optimizer.state_vectors()).map(|_| zeros()).collect()
+    }
 }
 
-/// Write access to a buffer that nobody else holds: one from the pool, or a sum under way.
-fn unshared(buffer: &mut Arc<[f32]>) -> &mut [f32] {
-    Arc::get_mut(buffer).expect("sums are shared only once they are complete")
-}
-
-fn add_or_assign(sum: &mut [f32], filled: &mut usize, start: usize, piece: &[f32]) {
-    let end = start + piece.len();
-    let known = (*filled).clamp(start, end);
-    let (add, assign) = piece.split_at(known - start);
-    optim::add(&mut sum[start..known], add);
-    sum[known..end].copy_from_slice(assign);
-    *filled = (*filled).max(end);
+/// The parameters of a chunk as workers get them.
+fn shown(pool: &mut Pool, down: Encoding, parameters: &Arc<[f32]>) -> Outcome {
+    Outcome::Held(match down {
+        Encoding::F32 => Block::Whole(parameters.clone()),
+        rounded => pool.encode(rounded, parameters),
+    })
 }
 
 #[cfg(test)]

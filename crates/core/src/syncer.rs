@@ -4,7 +4,7 @@
 //! two threads share a syncer. The layer is synced when the syncers of all its lanes are synced.
 
 use crate::wire::{Header, Kind};
-use crate::{ChunkKey, Clock, LaneId, LayerId, NodeId, Plan, Route, Violation};
+use crate::{ChunkKey, Clock, Encodings, LaneId, LayerId, NodeId, Plan, Route, Violation};
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -14,6 +14,7 @@ use std::sync::Arc;
 pub struct Syncer {
     /// The layer's chunks on this lane.
     parts: Arc<[Part]>,
+    encodings: Encodings,
     /// A bit for each part, 64 to a word: whether the part has come back.
     arrived: Box<[u64]>,
     /// The clock in flight, or the last one that came back.
@@ -60,13 +61,19 @@ impl Syncer {
             })
             .collect();
         let arrived = vec![u64::MAX; parts.len().div_ceil(64)].into();
-        Self { parts, arrived, clock: Clock(0), missing: 0 }
+        let encodings = plan.encodings(layer);
+        Self { parts, encodings, arrived, clock: Clock(0), missing: 0 }
     }
 
     /// The layer has come back at `clock`, under another plan: it goes on from there.
     pub fn resume(&mut self, clock: Clock) {
         debug_assert_eq!(self.missing, 0, "plans change between clocks");
         self.clock = clock;
+    }
+
+    /// How the layer's numbers travel.
+    pub fn encodings(&self) -> Encodings {
+        self.encodings
     }
 
     /// Whether none of the layer's chunks is on this lane.
@@ -105,7 +112,7 @@ impl Syncer {
         if header.sender != part.up {
             return Err(Violation::WrongWay { expected: part.up, got: header.sender });
         }
-        let expected = part.range.len() * size_of::<f32>();
+        let expected = self.encodings.down.bytes(part.range.len());
         if header.length as usize != expected {
             return Err(Violation::Length { expected, got: header.length as usize });
         }

@@ -10,7 +10,7 @@ mod handshake;
 pub use handshake::{Challenge, Hello, Purpose, Status, Verdict};
 
 /// The version this build speaks.
-pub const VERSION: u16 = 7;
+pub const VERSION: u16 = 9;
 /// First bytes of every connection.
 pub const MAGIC: [u8; 8] = *b"POSEIDON";
 /// Longest reason an `Abort` may carry, in bytes.
@@ -25,6 +25,8 @@ pub const NOBODY: NodeId = NodeId(u16::MAX);
 pub struct Header {
     /// What the frame is.
     pub kind: Kind,
+    /// What workers ask of the clock it belongs to.
+    pub marks: Marks,
     /// The node that sent it.
     pub sender: NodeId,
     /// The session or group it belongs to.
@@ -39,6 +41,53 @@ pub struct Header {
     pub clock: Clock,
     /// Payload bytes that follow.
     pub length: u32,
+}
+
+/// What workers ask of a clock, beside their numbers. Marks travel with contributions. A sum has the
+/// marks of all its contributions, and so has its result: what one worker asks, every node knows at
+/// the same clock (ADR 0022).
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub struct Marks(u8);
+
+/// What a contribution says beside its numbers.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Terms {
+    /// The step's learning rate.
+    pub rate: f32,
+    /// What is asked of the step.
+    pub marks: Marks,
+}
+
+impl Marks {
+    /// Nothing is asked.
+    pub const NONE: Self = Self(0);
+    /// Every node keeps what it holds of the state after this clock, for a checkpoint.
+    pub const KEEP: Self = Self(1);
+    /// A worker wants all workers to stop soon, at one clock that all of them agree on.
+    pub const STOP: Self = Self(2);
+
+    /// Whether all of `other` is among these.
+    pub fn contains(self, other: Self) -> bool {
+        self.0 & other.0 == other.0
+    }
+
+    fn from_bits(bits: u8) -> Option<Self> {
+        (bits <= Self::KEEP.0 | Self::STOP.0).then_some(Self(bits))
+    }
+}
+
+impl std::ops::BitOr for Marks {
+    type Output = Self;
+
+    fn bitor(self, other: Self) -> Self {
+        Self(self.0 | other.0)
+    }
+}
+
+impl std::ops::BitOrAssign for Marks {
+    fn bitor_assign(&mut self, other: Self) {
+        self.0 |= other.0;
+    }
 }
 
 /// What a frame is. `docs/wire.md` §2 tells who sends which.
@@ -84,9 +133,9 @@ pub enum HeaderError {
     /// A kind this version does not know.
     #[error("unknown frame kind {0}")]
     Kind(u8),
-    /// The only encoding there is 0: elements as they lie in memory, little-endian.
-    #[error("unknown payload encoding {0}")]
-    Encoding(u8),
+    /// Marks this version does not know.
+    #[error("unknown marks {0:#04x}")]
+    Marks(u8),
 }
 
 impl Header {
@@ -97,13 +146,20 @@ impl Header {
     pub fn bare(kind: Kind, sender: NodeId, length: u32) -> Self {
         let chunk = ChunkKey { layer: LayerId(0), index: 0 };
         let (channel, epoch) = (ChannelId::LINK, Epoch(0));
-        Self { kind, sender, channel, epoch, chunk, value: 0.0, clock: Clock(0), length }
+        let marks = Marks::NONE;
+        Self { kind, marks, sender, channel, epoch, chunk, value: 0.0, clock: Clock(0), length }
+    }
+
+    /// What a contribution says beside its numbers.
+    pub fn terms(&self) -> Terms {
+        Terms { rate: self.value, marks: self.marks }
     }
 
     /// The header's bytes.
     pub fn encode(&self) -> [u8; Self::SIZE] {
         let mut b = [0; Self::SIZE];
         b[0] = self.kind as u8;
+        b[1] = self.marks.0;
         b[2..4].copy_from_slice(&self.sender.0.to_le_bytes());
         b[4..8].copy_from_slice(&self.channel.0.to_le_bytes());
         b[8..12].copy_from_slice(&self.epoch.0.to_le_bytes());
@@ -138,11 +194,10 @@ impl Header {
             32 => Kind::Control,
             other => return Err(HeaderError::Kind(other)),
         };
-        if b[1] != 0 {
-            return Err(HeaderError::Encoding(b[1]));
-        }
+        let marks = Marks::from_bits(b[1]).ok_or(HeaderError::Marks(b[1]))?;
         Ok(Self {
             kind,
+            marks,
             sender: NodeId(u16_at(b, 2)),
             channel: ChannelId(u32_at(b, 4)),
             epoch: Epoch(u32_at(b, 8)),
@@ -285,6 +340,7 @@ mod tests {
     fn golden_header() {
         let header = Header {
             kind: Kind::Push,
+            marks: Marks::STOP,
             sender: NodeId(0x0102),
             channel: ChannelId(0x21222324),
             epoch: Epoch(0x31323334),
@@ -294,9 +350,9 @@ mod tests {
             length: 0x00040000,
         };
         let bytes = [
-            0x01, 0x00, 0x02, 0x01, 0x24, 0x23, 0x22, 0x21, 0x34, 0x33, 0x32, 0x31, 0x06, 0x05,
+            0x01, 0x02, 0x02, 0x01, 0x24, 0x23, 0x22, 0x21, 0x34, 0x33, 0x32, 0x31, 0x06, 0x05,
             0x04, 0x03, 0x0a, 0x09, 0x08, 0x07, 0xcd, 0xcc, 0xcc, 0x3d, 0x18, 0x17, 0x16, 0x15,
-            0x14, 0x13, 0x12, 0x11, 0x00, 0x00, 0x04, 0x00, 0xd9, 0x87, 0x0a, 0xcc,
+            0x14, 0x13, 0x12, 0x11, 0x00, 0x00, 0x04, 0x00, 0x08, 0xae, 0x47, 0x88,
         ];
         assert_eq!(header.encode(), bytes);
         assert_eq!(Header::decode(&bytes), Ok(header));
@@ -337,14 +393,20 @@ mod tests {
     proptest! {
         #[test]
         fn headers_round_trip(
-            kind in 0usize..KINDS.len(), sender: u16, channel: u32, epoch: u32, layer: u32, index: u32,
+            kind in 0usize..KINDS.len(), marks in 0u8..4, sender: u16, channel: u32, epoch: u32, layer: u32, index: u32,
             value in -1e30f32..1e30, clock: u64, length: u32,
         ) {
             let header = Header {
-                kind: KINDS[kind], sender: NodeId(sender), channel: ChannelId(channel),
+                kind: KINDS[kind], marks: Marks(marks), sender: NodeId(sender), channel: ChannelId(channel),
                 epoch: Epoch(epoch), chunk: key(layer, index), value, clock: Clock(clock), length,
             };
             prop_assert_eq!(Header::decode(&header.encode()), Ok(header));
+        }
+
+        #[test]
+        fn unknown_marks_are_refused(bits in 4u8..) {
+            let header = Header { marks: Marks(bits), ..Header::bare(Kind::Push, NodeId(1), 0) };
+            prop_assert_eq!(Header::decode(&header.encode()), Err(HeaderError::Marks(bits)));
         }
 
         #[test]

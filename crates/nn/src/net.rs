@@ -62,6 +62,9 @@ pub struct LayerInfo {
     pub fc: Option<(usize, usize)>,
     /// Whether it is a convolution.
     pub is_conv: bool,
+    /// How its parameters are cut into tensors, one after the other: the dimensions of its weights and
+    /// of its biases. Empty if it has none.
+    pub tensors: Vec<(&'static str, Vec<usize>)>,
     /// Floating point operations of one image's forward pass. A multiply-add counts as two.
     pub flops: u64,
 }
@@ -365,6 +368,16 @@ impl LayerInfo {
             LayerSpec::Fc { outputs, .. } => Some((*outputs, input.len())),
             _ => None,
         };
+        let tensors = match *spec {
+            LayerSpec::Conv { outputs, kernel, .. } => {
+                let weight = vec![outputs, input.channels, kernel, kernel];
+                vec![("weight", weight), ("bias", vec![outputs])]
+            }
+            LayerSpec::Fc { outputs, .. } => {
+                vec![("weight", vec![outputs, input.len()]), ("bias", vec![outputs])]
+            }
+            _ => Vec::new(),
+        };
         let (of_input, of_output) = (input.len() as u64, output.len() as u64);
         let flops = match *spec {
             LayerSpec::Conv { kernel, .. } => {
@@ -382,6 +395,7 @@ impl LayerInfo {
             parameters,
             fc,
             is_conv: matches!(spec, LayerSpec::Conv { .. }),
+            tensors,
             flops,
         }
     }

@@ -14,12 +14,15 @@ pub use log::{Iteration, Span, Stats, What};
 pub use poseidon_core::Overlap;
 
 use crate::data::{Batch, DataError, Evaluation};
+use crate::net::LayerInfo;
 use crate::{Draw, Gradient, LoadError, Loss, Model, ModelError, Net, Phase};
 use log::Log;
-use poseidon::session::Builder;
+use poseidon::checkpoint::{Keep, TensorFacts, What as Part};
+use poseidon::session::{Builder, Saving};
 use poseidon::{Layer, LayerKind, Optimizer, Reduction, Session};
 use sha2::{Digest, Sha256};
 use slot::{Alone, Slot};
+use std::sync::Arc;
 use std::thread;
 use std::time::Instant;
 
@@ -49,7 +52,7 @@ pub enum TrainError {
     Session(#[from] poseidon::Error),
     /// The model cannot be computed.
     #[error(transparent)]
-    Model(std::sync::Arc<ModelError>),
+    Model(Arc<ModelError>),
     /// The data cannot be read.
     #[error(transparent)]
     Data(#[from] DataError),
@@ -59,7 +62,7 @@ pub enum TrainError {
         /// The step, counted from 0.
         step: u64,
         /// What does not fit.
-        why: std::sync::Arc<LoadError>,
+        why: Arc<LoadError>,
     },
     /// The loss is not a number any more.
     #[error("the loss became {loss} at step {step}{place}: lower the learning rate, or warm it up")]
@@ -83,6 +86,8 @@ pub struct Worker {
     overlap: Overlap,
     seed: u64,
     step: u64,
+    /// Steps that a checkpoint had when this worker joined.
+    before: u64,
     log: Log,
 }
 
@@ -121,19 +126,32 @@ impl Task {
 }
 
 impl Worker {
-    /// Joins the job that `session` is in. All workers begin with worker 0's parameters.
+    /// Joins the job that `session` is in. All workers begin with worker 0's parameters, or go on from
+    /// the session's [checkpoint](Session::checkpoint).
     pub fn join(task: &Task, session: Session) -> Result<Self, TrainError> {
         let nets = task.nets()?;
         let slots = slot::slots(&nets[0], nets.len(), Some(&session))?;
         for slot in slots.iter().flatten() {
-            let mut values = vec![0.0; nets[0].layers()[slot.layer].parameters];
-            nets[0].fill(slot.layer, task.seed, &mut values);
+            let layer = &nets[0].layers()[slot.layer];
+            let mut values = vec![0.0; layer.parameters];
+            match session.checkpoint() {
+                // Worker 0's values are everybody's.
+                Some(checkpoint) if session.rank() == 0 => {
+                    let whole = 0..layer.parameters;
+                    let read = checkpoint.read(&layer.name, &Part::Parameters, whole);
+                    values = read.map_err(|why| poseidon::Error::Restore(Arc::new(why)))?;
+                }
+                Some(_) => {}
+                None => nets[0].fill(slot.layer, task.seed, &mut values),
+            }
             session.broadcast(slot.id, values.into())?;
         }
         for slot in slots.iter().flatten() {
             slot.fill(session.receive(slot.id)?.result);
         }
-        Ok(Self::new(task, Sync::Poseidon(Box::new(session)), nets, slots))
+        let step = session.checkpoint().map_or(0, |checkpoint| checkpoint.manifest().step);
+        let worker = Self::new(task, Sync::Poseidon(Box::new(session)), nets, slots);
+        Ok(Self { step, before: step, ..worker })
     }
 
     /// Trains without anybody else and without Poseidon: what its overhead is measured against.
@@ -152,7 +170,7 @@ impl Worker {
     fn new(task: &Task, sync: Sync, nets: Vec<Net>, slots: Vec<Option<Slot>>) -> Self {
         let log = Log::new(nets[0].layers().iter().map(|layer| layer.name.clone()).collect());
         let (capacity, overlap, seed) = (task.batch, task.overlap, task.seed);
-        Self { sync, nets, slots, capacity, overlap, seed, step: 0, log }
+        Self { sync, nets, slots, capacity, overlap, seed, step: 0, before: 0, log }
     }
 
     /// The session, unless this worker trains alone.
@@ -179,9 +197,37 @@ impl Worker {
         }
     }
 
-    /// Steps taken so far.
+    /// Steps taken so far, those before a checkpoint included.
     pub fn steps(&self) -> u64 {
         self.step
+    }
+
+    /// Begins a checkpoint of the state after the next step. None if this worker trains alone.
+    pub fn begin_checkpoint(&self, keep: Keep) -> Result<Option<Saving>, TrainError> {
+        let Some(session) = self.session() else { return Ok(None) };
+        Ok(Some(session.begin_checkpoint(self.step + 1, keep)?))
+    }
+
+    /// By layer with parameters: how they are cut into tensors, for checkpoints.
+    pub fn tensors(&self) -> Vec<Vec<TensorFacts>> {
+        let layers = self.nets[0].layers().iter().filter(|layer| layer.parameters > 0);
+        let named = |layer: &LayerInfo| {
+            let facts = |(part, shape): &(&str, Vec<usize>)| TensorFacts {
+                name: format!("{}.{part}", layer.name),
+                shape: shape.clone(),
+            };
+            layer.tensors.iter().map(facts).collect()
+        };
+        layers.map(named).collect()
+    }
+
+    /// Whether some worker asked all to stop. All workers hear it after the same step.
+    pub fn stop_asked(&self) -> bool {
+        // With full overlap the results of the last step come during the next one.
+        let late = u64::from(self.overlap == Overlap::Full);
+        let known = (self.step - self.before).saturating_sub(late);
+        let asked = self.session().and_then(Session::stop_asked);
+        asked.is_some_and(|clock| clock.0 <= known)
     }
 
     /// One step on `batch` at learning rate `rate`. The result is of this worker's samples alone.
@@ -331,7 +377,7 @@ impl Shared<'_> {
     ) -> Result<Loss, TrainError> {
         let draw = Draw { first: self.draw.first + first as u64, ..self.draw };
         let step = self.draw.step;
-        let load = |why| TrainError::Load { step, why: std::sync::Arc::new(why) };
+        let load = |why| TrainError::Load { step, why: Arc::new(why) };
         net.load(images, labels, draw).map_err(load)?;
         let trains = self.phase == Phase::Train;
         // One device stands for all in the log: they do the same at the same time.
@@ -377,5 +423,5 @@ impl Shared<'_> {
 }
 
 fn model_error(error: ModelError) -> TrainError {
-    TrainError::Model(std::sync::Arc::new(error))
+    TrainError::Model(Arc::new(error))
 }

@@ -121,7 +121,7 @@ fn a_sample_that_cannot_be_read_stops_the_loader_for_good() {
             error.to_string(),
             format!("counted, record {}: expected a label below 4, got 9", all[9])
         );
-        assert_eq!(loader.position(), Position { epoch: 0, step: 2 });
+        assert_eq!(loader.position(), Position { epoch: 0, samples: 8 });
     }
 }
 

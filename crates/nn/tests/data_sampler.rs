@@ -6,7 +6,7 @@ use proptest::prelude::*;
 /// A step, with its samples.
 #[derive(Debug, PartialEq)]
 struct Taken {
-    at: (u64, u64),
+    at: Position,
     indices: Vec<u32>,
     first: u64,
     total: usize,
@@ -15,7 +15,7 @@ struct Taken {
 fn take(sampler: &mut Sampler) -> Taken {
     let step = sampler.next_step();
     Taken {
-        at: (step.epoch, step.step_in_epoch),
+        at: step.position,
         indices: step.indices.to_vec(),
         first: step.first,
         total: step.total,
@@ -48,11 +48,12 @@ proptest! {
         let left_out = if rest < sampling.ranks { rest } else { 0 };
         for epoch in 0..2 {
             let mut read = vec![0; sampling.samples];
-            for step in 0..ranks[0].steps_per_epoch() {
+            for step in 0..ranks[0].steps_per_epoch() as usize {
                 let mut place = 0;
                 let taken: Vec<_> = ranks.iter_mut().map(take).collect();
                 for taken in &taken {
-                    prop_assert_eq!(taken.at, (epoch, step));
+                    let samples = step * sampling.ranks * sampling.batch;
+                    prop_assert_eq!(taken.at, Position { epoch, samples });
                     prop_assert!(!taken.indices.is_empty());
                     prop_assert_eq!(taken.first, place as u64);
                     place += taken.indices.len();
@@ -109,6 +110,37 @@ proptest! {
     }
 
     #[test]
+    fn other_ranks_lose_and_repeat_no_sample_of_the_epoch(
+        sampling in shared(), ranks in 1usize..6, batch in 1usize..9, steps in 0u64..40,
+    ) {
+        prop_assume!(ranks * batch <= sampling.samples);
+        let mut before = Sampler::new(sampling).unwrap();
+        let mut read = vec![0; sampling.samples];
+        for _ in 0..steps % before.steps_per_epoch() {
+            for rank in 0..sampling.ranks {
+                let mut sampler = Sampler::new(Sampling { rank, ..sampling }).unwrap();
+                sampler.resume(before.position()).unwrap();
+                take(&mut sampler).indices.iter().for_each(|&index| read[index as usize] += 1);
+            }
+            take(&mut before);
+        }
+        let position = before.position();
+        let others = Sampling { ranks, batch, ..sampling };
+        for rank in 0..ranks {
+            let mut sampler = Sampler::new(Sampling { rank, ..others }).unwrap();
+            sampler.resume(position).unwrap();
+            while sampler.position().epoch == 0 {
+                take(&mut sampler).indices.iter().for_each(|&index| read[index as usize] += 1);
+            }
+            prop_assert_eq!(sampler.position(), Position { epoch: 1, samples: 0 });
+        }
+        prop_assert!(read.iter().all(|&times| times <= 1), "a sample is read twice");
+        // Fewer samples than ranks are left out of an epoch, always.
+        let left_out = read.iter().filter(|&&times| times == 0).count();
+        prop_assert!(left_out < ranks.max(sampling.ranks), "{left_out} samples are lost");
+    }
+
+    #[test]
     fn private_partitions_take_the_same_steps(
         smallest in 1usize..50, more in 0usize..50, batch in 1usize..9, rank in 0usize..4, seed: u64,
     ) {
@@ -126,7 +158,7 @@ proptest! {
             taken.indices.iter().for_each(|&index| read[index as usize] += 1);
         }
         prop_assert!(read.iter().all(|&times| times <= 1));
-        prop_assert_eq!(sampler.position(), Position { epoch: 1, step: 0 });
+        prop_assert_eq!(sampler.position(), Position { epoch: 1, samples: 0 });
     }
 }
 

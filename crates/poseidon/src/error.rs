@@ -3,7 +3,7 @@
 use poseidon_core::book::JobError;
 use poseidon_core::cluster::ClusterError;
 use poseidon_core::optim::OptimizerError;
-use poseidon_core::{Clock, Scheme, Violation};
+use poseidon_core::{Clock, Encoding, Scheme, Violation};
 use poseidon_link::address::AddressError;
 use poseidon_link::descriptors::Shortage;
 use poseidon_link::{BindError, ConnectError};
@@ -83,6 +83,18 @@ pub enum Error {
         /// The buffer's length.
         got: usize,
     },
+    /// A buffer of another type than its layer's numbers travel as.
+    #[error("the numbers of layer '{layer}' are {expected} here, the {what} given has {got}")]
+    Encoding {
+        /// The layer.
+        layer: String,
+        /// Which buffer.
+        what: &'static str,
+        /// What the layer says.
+        expected: Encoding,
+        /// What the buffer has.
+        got: Encoding,
+    },
     /// Factors that do not fit their layer.
     #[error("layer '{layer}': {why}")]
     Factors {
@@ -99,6 +111,17 @@ pub enum Error {
         /// What was expected and what came.
         why: String,
     },
+    /// A checkpoint was not made. The job can go on.
+    #[error("the checkpoint of step {step} was not made: {why}")]
+    Checkpoint {
+        /// The step.
+        step: u64,
+        /// Who failed, and why.
+        why: String,
+    },
+    /// The job cannot go on from a checkpoint, or cannot have any there.
+    #[error("checkpoints: {0}")]
+    Restore(Arc<poseidon_checkpoint::Error>),
     /// A layer was sent in another form than the plan says.
     #[error("layer '{layer}' goes by {scheme}: {instead}")]
     Scheme {
@@ -108,6 +131,14 @@ pub enum Error {
         scheme: Scheme,
         /// What to call instead.
         instead: &'static str,
+    },
+    /// A device, or a copy from or to it, has failed.
+    #[error("the device of {what}: {why}")]
+    Device {
+        /// What was to be copied.
+        what: String,
+        /// What the device says.
+        why: String,
     },
     /// A layer was sent again before it came back.
     #[error(

@@ -52,15 +52,20 @@ pub use job::config::{self, Config};
 pub use job::coordinator::{self, Coordinator};
 pub use job::places::{PlacedHost, PlacedNode, PlacedRack, PlacedTree};
 pub use memory::buffer::{self, Buffer};
-pub use memory::factors::Factors;
+pub use memory::factors::{Factors, HalfFactors};
+pub use memory::on_device::OnDevice;
+pub use memory::rule_state::RuleState;
+pub use poseidon_checkpoint as checkpoint;
 pub use poseidon_core::budget::Limit;
 pub use poseidon_core::plan::{Placement, Rules};
 pub use poseidon_core::store::Order;
 pub use poseidon_core::{
-    ChunkSize, Clock, Cluster, Dtype, Epoch, JobId, LaneId, Layer, LayerId, LayerKind, NodeId,
-    Optimizer, Plan, Policy, Rate, ReduceOp, Reduction, Scheme, Servers,
+    CheckpointAt, Checkpoints, ChunkSize, Clock, Cluster, Dtype, Encoding, Encodings, Epoch, JobId,
+    LaneId, Layer, LayerId, LayerKind, NodeId, Optimizer, Plan, Policy, Rate, ReduceOp, Reduction,
+    Scheme, Servers,
 };
+pub use poseidon_device as device;
 pub use poseidon_link::Secret;
 pub use server::serve;
 pub use session::Session;
-pub use session::rule_state::RuleState;
+pub use session::others::Awaited;

@@ -266,3 +266,43 @@ fn optimizers_on_shards_equal_one_process() {
         }
     }
 }
+
+/// Layers with rules and learning rates of their own, beside one that is only added up.
+#[test]
+fn layers_have_rules_and_rates_of_their_own() {
+    let rules = ["sgd", "sgd:weight-decay=0.5,maximize", "sum"];
+    let describe = |builder: poseidon::session::Builder| {
+        let layers = rules
+            .map(|rule| Layer { optimizer: Some(rule.parse().unwrap()), ..Layer::new(rule, 3) });
+        builder.layers(layers).learning_rate(0.5).deterministic(true)
+    };
+    let work = |session: &Session| {
+        let mut values = Vec::new();
+        for (index, rule) in rules.into_iter().enumerate() {
+            let layer = session.layer(rule)?;
+            let gradient = Buffer::from(vec![1.0 + f32::from(session.rank()); 3]);
+            if rule == "sum" {
+                session.send(layer, gradient)?;
+            } else {
+                session.broadcast(layer, vec![8.0; 3].into())?;
+                let parameters = session.receive(layer)?.result;
+                if index == 1 {
+                    session.set_layer_learning_rate(layer, 0.25)?;
+                }
+                session.send_into(layer, gradient, parameters)?;
+            }
+            values.push(session.receive(layer)?.result[0]);
+        }
+        let unknown = session.set_layer_learning_rate(poseidon::LayerId(3), 0.5);
+        assert!(matches!(unknown, Err(Error::UnknownLayer { .. })), "{unknown:?}");
+        Ok(values)
+    };
+    for servers in [Servers::Colocated, Servers::Dedicated(1)] {
+        let layout = Layout { servers, lanes: 2, ..Layout::workers(3) };
+        for values in layout.run(describe, work) {
+            // The mean of 1, 2 and 3 is 2; the decay of the second layer is 0.5 * 8.
+            let expected = [8.0 - 0.5 * 2.0, 8.0 - 0.25 * (-2.0 + 4.0), 6.0];
+            assert_eq!(values.unwrap(), expected);
+        }
+    }
+}

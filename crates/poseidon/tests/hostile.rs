@@ -125,7 +125,7 @@ fn a_damaged_header() {
 }
 
 #[test]
-fn an_encoding_of_another_version() {
+fn marks_of_another_version() {
     let errors = Trial::worker().run(|fake| {
         let mut bytes = Header::bare(Kind::Heartbeat, fake.me, 0).encode();
         bytes[1] = 0x80;
@@ -140,7 +140,7 @@ fn an_encoding_of_another_version() {
         bytes[36..].copy_from_slice(&sum.to_le_bytes());
         fake.write(ZERO, &bytes);
     });
-    says(&errors[0], &["worker 2 sent something that is not a frame", "encoding 128"]);
+    says(&errors[0], &["worker 2 sent something that is not a frame", "unknown marks 0x80"]);
     all_name("worker 2", &errors);
 }
 

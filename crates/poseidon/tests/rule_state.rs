@@ -109,8 +109,11 @@ fn restored_rules_take_the_steps_they_would_have_taken() {
 
 #[test]
 fn state_that_does_not_fit_is_refused() {
-    let state =
-        |vectors: usize, len| RuleState { steps: 1, vectors: vec![vec![0.0; len]; vectors] };
+    let state = |vectors: usize, len| RuleState {
+        steps: 1,
+        vectors: vec![vec![0.0; len]; vectors],
+        masters: Vec::new(),
+    };
     let results = Layout::workers(1).run(describe("adam"), move |session| {
         let layer = session.layer("conv")?;
         let early = session.restore_rule(layer, state(2, 500)).unwrap_err().to_string();

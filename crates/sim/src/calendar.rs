@@ -14,6 +14,10 @@ pub(crate) enum Event {
     Computed(u16),
     /// A worker's second processor has rebuilt a gradient.
     Rebuilt(u16),
+    /// A worker's next piece is in its host's memory.
+    CopiedOut(u16),
+    /// A worker's next result is on its device.
+    CopiedBack(u16),
     /// A node's port or memory is free for the segment that waits for it.
     Begin(u32),
     /// A node's segment is out.

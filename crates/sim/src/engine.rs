@@ -2,13 +2,15 @@
 
 use crate::Error;
 use crate::calendar::{Calendar, Event, Time};
+use crate::copies::{CopyOrder, LayerCopies};
 use crate::fabric::{Done, Fabric};
-use crate::node::{Flat, JobFacts, Node};
+use crate::node::{Flat, JobFacts, Landed, Node};
 use crate::outcome::{Halt, LayerTimeline, Rebuilt};
 use crate::peers::Peers;
 use crate::rebuild::Sent;
 use crate::setup::Setup;
 use crate::worker::{Next, Program, Worker};
+use poseidon_core::wire::Kind;
 use poseidon_core::{Clock, Cluster, LayerId, LayerKind, NodeId};
 use std::time::Duration;
 
@@ -30,20 +32,23 @@ impl<'a> Engine<'a> {
         let plan = setup.plan();
         let ids = || (0..setup.layers.len() as u32).map(LayerId);
         for (key, _) in plan.all_chunks() {
-            let bytes = plan.len(key) * size_of::<f32>();
+            let bytes = plan.payload(key, Kind::Push).max(plan.payload(key, Kind::Update));
             if bytes > MAX_PAYLOAD {
                 let layer = setup.layers[key.layer.index()].name.clone();
                 return Err(Error::FrameTooLong { layer, bytes });
             }
         }
         let payload = |layer| setup.adam_push(layer).map(|bytes| bytes as u32);
-        let flat = plan.tree().is_flat().then(|| Flat::new(&plan, &setup.cluster, payload));
+        let copies = LayerCopies::of_layers(setup, &plan);
+        let flat =
+            plan.tree().is_flat().then(|| Flat::new(&plan, &setup.cluster, &copies, payload));
         let mut workers = Peers::none(setup.cluster.nodes());
         setup.cluster.worker_ids().for_each(|worker| workers.insert(worker.index()));
         let facts = JobFacts {
             cluster: &setup.cluster,
             layers: &setup.layers,
             rows: ids().map(|layer| setup.factor_rows(layer)).collect(),
+            copies,
             flat,
             hosts: hosts(&setup.cluster),
             workers,
@@ -96,6 +101,14 @@ impl<'a> Engine<'a> {
                     self.handle_rebuilt(NodeId(worker));
                     continue;
                 }
+                Event::CopiedOut(worker) => {
+                    self.handle_copied_out(NodeId(worker));
+                    continue;
+                }
+                Event::CopiedBack(worker) => {
+                    self.handle_copied_back(NodeId(worker));
+                    continue;
+                }
                 _ => {}
             }
             match self.fabric.handle(event, &mut self.calendar) {
@@ -105,9 +118,11 @@ impl<'a> Engine<'a> {
                     if self.watches(from, clock) && frame.lent {
                         self.timeline[layer].sent = self.calendar.now().seconds();
                     }
-                    if last && self.nodes[from.index()].handle_sent(&frame) {
+                    let node = &mut self.nodes[from.index()];
+                    if last && node.handle_sent(&self.facts, &frame) {
                         self.handle_back(from, layer, clock);
                     }
+                    self.copy_back(from);
                     self.fabric.pump(from, &mut self.calendar);
                 }
                 Done::Landed { from, to, frame } => {
@@ -121,6 +136,7 @@ impl<'a> Engine<'a> {
                         &mut |multicast| fabric.enqueue(to, multicast),
                     );
                     self.fabric.pump(to, &mut self.calendar);
+                    self.copy_back(to);
                     if back {
                         self.handle_back(to, frame.chunk.layer.index(), frame.clock.into());
                     }
@@ -228,27 +244,96 @@ impl<'a> Engine<'a> {
                 }
                 Next::Stop => return,
                 Next::Send(layer) => {
-                    let time = Duration::from_secs_f64(now.seconds());
-                    let fabric = &mut self.fabric;
-                    node.send(
-                        &self.facts,
-                        LayerId(layer as u32),
-                        Clock(step),
-                        time,
-                        &mut |multicast| fabric.enqueue(id, multicast),
-                    );
-                    let back = !node.is_in_flight(layer);
-                    fabric.pump(id, &mut self.calendar);
+                    node.begin(&self.facts, LayerId(layer as u32));
                     if self.watches(id, step) {
+                        self.timeline[layer].ready = now.seconds();
+                    }
+                    if self.setup.copies.is_some() {
+                        self.copy_out(id, layer, step);
+                        continue;
+                    }
+                    self.send(id, layer, 0, step);
+                    if self.watches(id, step) && !self.nodes[id.index()].is_in_flight(layer) {
                         let seen = &mut self.timeline[layer];
-                        seen.ready = now.seconds();
-                        if back {
-                            (seen.sent, seen.landed) = (seen.ready, seen.ready);
-                            seen.applied = seen.ready;
-                        }
+                        (seen.sent, seen.landed) = (seen.ready, seen.ready);
+                        seen.applied = seen.ready;
                     }
                 }
             }
+        }
+    }
+
+    /// A piece of a worker's layer is in its host's memory and goes out.
+    fn send(&mut self, id: NodeId, layer: usize, piece: usize, clock: u64) {
+        let (now, fabric) = (self.now(), &mut self.fabric);
+        self.nodes[id.index()].send(
+            &self.facts,
+            (LayerId(layer as u32), piece),
+            Clock(clock),
+            now,
+            &mut |multicast| fabric.enqueue(id, multicast),
+        );
+        self.fabric.pump(id, &mut self.calendar);
+    }
+
+    /// Tells a worker's copy engine to bring a layer to the host.
+    fn copy_out(&mut self, id: NodeId, layer: usize, clock: u64) {
+        let Some([out, _]) = &mut self.workers[id.index()].copies else { return };
+        for (piece, number) in self.facts.copies[layer].pieces.iter().zip(0..) {
+            out.handle_order(CopyOrder { layer, clock, piece: number, bytes: piece.bytes });
+        }
+        if self.watches(id, clock) {
+            // For a layer that is sent to nobody.
+            self.timeline[layer].sent = self.calendar.now().seconds();
+        }
+        self.begin_copies(id);
+    }
+
+    /// Tells a worker's copy engine to bring to the device what has come.
+    fn copy_back(&mut self, id: NodeId) {
+        if self.setup.copies.is_none() {
+            return;
+        }
+        let landed = self.nodes[id.index()].poll_landed();
+        // Servers without a worker have no device, and nothing lands for them.
+        let Some(Some([_, back])) = self.workers.get_mut(id.index()).map(|w| &mut w.copies) else {
+            return;
+        };
+        for Landed { layer, clock, bytes } in landed {
+            back.handle_order(CopyOrder { layer, clock, piece: 0, bytes });
+        }
+        self.begin_copies(id);
+    }
+
+    fn begin_copies(&mut self, id: NodeId) {
+        let Some(engines) = &mut self.workers[id.index()].copies else { return };
+        let events = [Event::CopiedOut(id.0), Event::CopiedBack(id.0)];
+        for (engine, event) in engines.iter_mut().zip(events) {
+            if let Some(duration) = engine.poll_begin() {
+                self.calendar.enter(self.calendar.now() + duration, event);
+            }
+        }
+    }
+
+    /// A piece of a worker's layer is in its host's memory.
+    fn handle_copied_out(&mut self, id: NodeId) {
+        let Some([out, _]) = &mut self.workers[id.index()].copies else { return };
+        let CopyOrder { layer, piece, clock, .. } = out.handle_copied();
+        if self.fabric.is_alive(id) {
+            self.send(id, layer, piece, clock);
+            self.begin_copies(id);
+            self.copy_back(id);
+        }
+    }
+
+    /// A result is on a worker's device.
+    fn handle_copied_back(&mut self, id: NodeId) {
+        let Some([_, back]) = &mut self.workers[id.index()].copies else { return };
+        let CopyOrder { layer, clock, .. } = back.handle_copied();
+        self.begin_copies(id);
+        let node = &mut self.nodes[id.index()];
+        if node.handle_copied(&self.facts, LayerId(layer as u32)) {
+            self.handle_back(id, layer, clock);
         }
     }
 

@@ -17,6 +17,7 @@ pub mod zoo;
 
 mod calendar;
 mod connection;
+mod copies;
 mod engine;
 mod error;
 mod fabric;
@@ -38,7 +39,7 @@ pub use network::{Duplex, Memory, Network, Racks};
 pub use outcome::{Bottleneck, Outcome};
 pub use places::Places;
 pub use poseidon_core::Overlap;
-pub use profile::{LayerTime, Profile, ProfileError};
+pub use profile::{CopySpeed, LayerTime, Profile, ProfileError};
 pub use search::least_bandwidth;
 pub use setup::{SchemeRule, Setup};
 pub use zoo::{Model, ModelError, ModelLayer};

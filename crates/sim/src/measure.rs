@@ -4,7 +4,7 @@ use crate::Error;
 use crate::calendar::Time;
 use crate::engine::Engine;
 use crate::network::Duplex;
-use crate::outcome::{Bottleneck, Carried, LayerTimeline, Outcome, Rebuilt};
+use crate::outcome::{Bottleneck, Carried, Copied, LayerTimeline, Outcome, Rebuilt};
 use crate::setup::Setup;
 use poseidon_core::{Cluster, NodeId};
 use std::cmp::Reverse;
@@ -48,7 +48,11 @@ pub fn simulate(setup: &Setup) -> Result<Outcome, Error> {
         let [sent, received] = engine.fabric.memory_bytes(node.index());
         per_step(Carried { sent, received })
     });
-    let links = Links { ports, racks, memory: memory.collect() };
+    let copies = engine.workers.iter().filter_map(|worker| {
+        let [out, back] = worker.copies.as_ref()?;
+        Some(Copied { to_host: out.bytes / steps, to_device: back.bytes / steps })
+    });
+    let links = Links { ports, racks, memory: memory.collect(), copies: copies.collect() };
     let (bottleneck, reason) = match &halt {
         Some(halt) => {
             let failed: Vec<_> = halt.failed.iter().map(|n| setup.cluster.name(*n)).collect();
@@ -77,6 +81,7 @@ pub fn simulate(setup: &Setup) -> Result<Outcome, Error> {
         ports: links.ports,
         memory: links.memory,
         racks: links.racks,
+        copies: links.copies,
         drops: engine.fabric.drops(),
         timeline: engine.timeline.iter().map(relative).collect(),
         bottleneck,
@@ -138,6 +143,8 @@ struct Links {
     racks: Vec<Carried>,
     /// By node, if nodes share hosts.
     memory: Vec<Carried>,
+    /// By worker, if the job has copies.
+    copies: Vec<Copied>,
 }
 
 /// Below this share of a step, waiting is not what is worth changing.
@@ -218,6 +225,16 @@ fn busiest(setup: &Setup, links: &Links) -> Busy {
             let (what, who) = (Bottleneck::Memory(node), setup.cluster.name(node));
             let does = "exchanges with the others of its host";
             busy = Busy { what, who, does, bytes: memory.most(), seconds };
+        }
+    }
+    let workers = links.copies.iter().zip(setup.cluster.worker_ids());
+    for (speed, (copied, node)) in setup.copies.iter().cycle().zip(workers) {
+        let seconds = copied.seconds(*speed);
+        if seconds > busy.seconds {
+            let (what, who) = (Bottleneck::Copies(node), setup.cluster.name(node));
+            let does = "copies between its device and its host";
+            let bytes = copied.to_host.max(copied.to_device);
+            busy = Busy { what, who, does, bytes, seconds };
         }
     }
     busy

@@ -1,5 +1,6 @@
 //! What one node holds: core's syncers, gatherers and shards, in the place of a session's lanes.
 
+use crate::copies::{Back, LayerCopies};
 use crate::multicast::{Frame, Multicast, Part};
 use crate::outcome::Wait;
 use crate::peers::Peers;
@@ -9,6 +10,7 @@ use poseidon_core::{
     ChunkKey, Clock, Cluster, Gather, Layer, LayerId, NodeId, Plan, Route, Shard, Store, Syncer,
     Violation,
 };
+use std::ops::Range;
 use std::rc::Rc;
 use std::time::Duration;
 
@@ -20,6 +22,8 @@ pub(crate) struct JobFacts<'a> {
     pub(crate) workers: Peers,
     /// By layer: rows of factors.
     pub(crate) rows: Vec<usize>,
+    /// By layer: what is copied between a worker's device and its host.
+    pub(crate) copies: Vec<LayerCopies>,
     /// `None` if contributions are added up inside hosts or racks.
     pub(crate) flat: Option<Flat>,
     /// By host: its nodes. `None` if every node has a host of its own.
@@ -28,8 +32,8 @@ pub(crate) struct JobFacts<'a> {
 
 /// What a thousand workers share if every contribution goes straight to its server.
 pub(crate) struct Flat {
-    /// By layer: the chunks that a worker pushes.
-    pushes: Vec<Vec<Push>>,
+    /// By layer and piece: the chunks that a worker pushes.
+    pushes: Vec<Vec<Vec<Push>>>,
     /// By layer and lane: the syncer that every worker begins with.
     syncers: Vec<Vec<Syncer>>,
 }
@@ -48,6 +52,15 @@ pub(crate) struct Node {
     /// None if the node is not a worker.
     layers: Vec<Tracked>,
     completed: Vec<Completed>,
+    landed: Vec<Landed>,
+}
+
+/// What is in the host's memory and has to be copied to the worker's device.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Landed {
+    pub(crate) layer: usize,
+    pub(crate) clock: u64,
+    pub(crate) bytes: usize,
 }
 
 /// One layer of a worker: what is needed at once is in one cache line.
@@ -59,6 +72,12 @@ struct Tracked {
     gathers: Vec<Gather>,
     /// Multicasts that are still read from the worker's memory.
     unsent: u32,
+    /// Pieces that are not in the host's memory yet.
+    leaving: u32,
+    /// Copies to the device that are not done.
+    returning: u32,
+    /// Whether all workers' rows are still to be given to the copy engine.
+    awaits_rows: bool,
     in_flight: bool,
 }
 
@@ -148,6 +167,9 @@ impl Node {
             syncers: syncers(layer),
             gathers: gathers(layer),
             unsent: 0,
+            leaving: 0,
+            returning: 0,
+            awaits_rows: false,
             in_flight: false,
         };
         Self {
@@ -155,6 +177,7 @@ impl Node {
             stores: lanes().filter(|_| server || facts.flat.is_none()).map(store).collect(),
             layers: layers.map(tracked).collect(),
             completed: Vec::new(),
+            landed: Vec::new(),
         }
     }
 
@@ -163,23 +186,38 @@ impl Node {
         self.layers[layer].in_flight
     }
 
-    /// The worker's gradient of `layer`, or its factors, go out.
+    /// The worker's gradient of `layer`, or its factors, are there: on its device, if it has one.
+    pub(crate) fn begin(&mut self, facts: &JobFacts<'_>, layer: LayerId) {
+        let LayerCopies { pieces, back } = &facts.copies[layer.index()];
+        let tracked = &mut self.layers[layer.index()];
+        tracked.in_flight = true;
+        tracked.leaving = pieces.len() as u32;
+        (tracked.returning, tracked.awaits_rows) = match back {
+            Back::Nothing => (0, false),
+            Back::Chunks(count) => (*count, false),
+            Back::Rows(_) => (1, true),
+        };
+    }
+
+    /// The next piece of the worker's gradient of `layer`, or its factors, is in the host's memory and
+    /// goes out.
     pub(crate) fn send(
         &mut self,
         facts: &JobFacts<'_>,
-        layer: LayerId,
+        (layer, piece): (LayerId, usize),
         clock: Clock,
         now: Duration,
         sink: &mut FrameSink<'_>,
     ) {
         let at = layer.index();
         let (me, clocked) = (self.id, clock.0 as u32);
+        let chunks = &facts.copies[at].pieces[piece].chunks;
         let tracked = &mut self.layers[at];
-        tracked.in_flight = true;
+        tracked.leaving -= 1;
         for gather in &mut tracked.gathers {
             let chunks = gather.handle_send(clock, facts.rows[at], 0.0);
             for (chunk, range) in chunks.expect("all workers have the same rate") {
-                let payload = (range.len() * size_of::<f32>()) as u32;
+                let payload = facts.plan.encodings(layer).up.bytes(range.len()) as u32;
                 let frame =
                     Frame { kind: Kind::Factors, chunk, clock: clocked, payload, lent: true };
                 let Some(route) = facts.route(&frame) else { continue };
@@ -191,18 +229,21 @@ impl Node {
         let push =
             |chunk, payload| Frame { kind: Kind::Push, chunk, clock: clocked, payload, lent: true };
         for syncer in &mut tracked.syncers {
-            let parts = syncer.handle_send(clock);
-            for part in parts.iter().filter(|_| facts.flat.is_none()) {
+            if piece == 0 {
+                syncer.handle_send(clock);
+            }
+            let parts = syncer.parts().iter().filter(|_| facts.flat.is_none());
+            for part in parts.filter(|part| chunks.contains(&part.key.index)) {
                 if part.collects {
                     own.push(part.key);
                     continue;
                 }
-                let frame = push(part.key, (part.range.len() * size_of::<f32>()) as u32);
+                let frame = push(part.key, facts.plan.payload(part.key, Kind::Push) as u32);
                 let peers = facts.peers([&part.up]);
                 tracked.unsent += facts.multicast(me, (frame, None), peers, sink);
             }
         }
-        for Push { servers, parts } in facts.flat.iter().flat_map(|flat| &flat.pushes[at]) {
+        for Push { servers, parts } in facts.flat.iter().flat_map(|flat| &flat.pushes[at][piece]) {
             let mut peers = servers.clone();
             let mut chunk = ChunkKey { layer, index: 0 };
             if peers.contains(me.index()) {
@@ -216,7 +257,7 @@ impl Node {
             self.contribute(facts, self.id, chunk, clock, now);
         }
         self.poll_completed(facts, sink);
-        self.layers[at].finish_if_done();
+        self.finish_if_done(facts, layer);
     }
 
     /// A frame has come. True if a layer that the worker may wait for is back.
@@ -245,7 +286,7 @@ impl Node {
                 gather.handle_landed(chunk.index, clock);
                 let route = facts.route(frame);
                 tracked.unsent += facts.pass_on(self.id, frame, route, sink);
-                tracked.finish_if_done()
+                self.finish_if_done(facts, chunk.layer)
             }
             Kind::Update => {
                 let header = header(frame, from, frame.payload);
@@ -259,7 +300,9 @@ impl Node {
                 let syncer = lawful(syncer.unwrap_or(Err(Violation::UnknownChunk)));
                 let part = syncer.part(chunk.index).filter(|part| part.collects);
                 tracked.unsent += facts.pass_on(self.id, frame, part.map(|part| part.route), sink);
-                syncer.handle_landed(chunk.index) && tracked.finish_if_done()
+                let last = syncer.handle_landed(chunk.index);
+                self.note_landed(facts, chunk, clock);
+                last && self.finish_if_done(facts, chunk.layer)
             }
             _ => {
                 self.contribute(facts, from, chunk, clock, now);
@@ -269,13 +312,25 @@ impl Node {
     }
 
     /// A link has taken the whole of a multicast. True if that was what the worker waited for.
-    pub(crate) fn handle_sent(&mut self, frame: &Frame) -> bool {
+    pub(crate) fn handle_sent(&mut self, facts: &JobFacts<'_>, frame: &Frame) -> bool {
         if !frame.lent {
             return false;
         }
         let tracked = &mut self.layers[frame.chunk.layer.index()];
         tracked.unsent -= 1;
-        tracked.finish_if_done()
+        self.finish_if_done(facts, frame.chunk.layer)
+    }
+
+    /// A result of `layer` is on the worker's device. True if that was what the worker waited for.
+    pub(crate) fn handle_copied(&mut self, facts: &JobFacts<'_>, layer: LayerId) -> bool {
+        self.layers[layer.index()].returning -= 1;
+        self.finish_if_done(facts, layer)
+    }
+
+    /// What has to be copied to the worker's device, first come first. To be asked after every call
+    /// that may change it.
+    pub(crate) fn poll_landed(&mut self) -> impl Iterator<Item = Landed> + '_ {
+        self.landed.drain(..)
     }
 
     /// What the worker and the shards of this node wait for.
@@ -308,7 +363,7 @@ impl Node {
         clock: Clock,
         now: Duration,
     ) {
-        let length = (facts.plan.len(chunk) * size_of::<f32>()) as u32;
+        let length = facts.plan.payload(chunk, Kind::Push) as u32;
         let header = Header { chunk, clock, ..Header::bare(Kind::Push, from, length) };
         let lane = facts.plan.shard(chunk).map_or(0, |shard| shard.lane.index());
         let store = &mut self.stores[lane];
@@ -324,8 +379,7 @@ impl Node {
     /// True if a layer of this node's worker is back by it.
     fn poll_completed(&mut self, facts: &JobFacts<'_>, sink: &mut FrameSink<'_>) -> bool {
         let mut back = false;
-        while let Some(Completed { key, clock, way, result }) = self.completed.pop() {
-            let payload = (facts.plan.len(key) * size_of::<f32>()) as u32;
+        while let Some(Completed { key, clock, way, result, .. }) = self.completed.pop() {
             let lent = matches!(result, Outcome::Lent);
             let lane = facts.plan.shard(key).map_or(0, |shard| shard.lane.index());
             // A dedicated server tracks no layers.
@@ -347,14 +401,17 @@ impl Node {
                     (Kind::Update, peers)
                 }
             };
+            let payload = facts.plan.payload(key, kind) as u32;
             let frame = Frame { kind, chunk: key, clock: clock.0 as u32, payload, lent };
             let multicasts = facts.multicast(self.id, (frame, None), peers, sink);
             if let Some(tracked) = tracked {
                 tracked.unsent += if lent { multicasts } else { 0 };
                 let mut syncers = tracked.syncers.iter_mut();
-                if way == Way::Down && syncers.any(|syncer| syncer.handle_landed(key.index)) {
-                    back |= tracked.finish_if_done();
+                let last = way == Way::Down && syncers.any(|s| s.handle_landed(key.index));
+                if way == Way::Down {
+                    self.note_landed(facts, key, clock);
                 }
+                back |= last && self.finish_if_done(facts, key.layer);
             }
             if let Outcome::Held(sum) = result {
                 self.stores[lane].release(sum);
@@ -362,46 +419,81 @@ impl Node {
         }
         back
     }
+
+    /// A chunk's result is in the host's memory.
+    fn note_landed(&mut self, facts: &JobFacts<'_>, chunk: ChunkKey, clock: Clock) {
+        let layer = chunk.layer.index();
+        if let Back::Chunks(_) = facts.copies[layer].back {
+            let bytes = facts.plan.payload(chunk, Kind::Update);
+            self.landed.push(Landed { layer, clock: clock.0, bytes });
+        }
+    }
+
+    /// True if the layer has just come back: to the device, if the worker has one.
+    fn finish_if_done(&mut self, facts: &JobFacts<'_>, layer: LayerId) -> bool {
+        let at = layer.index();
+        let tracked = &mut self.layers[at];
+        if !tracked.has_landed() {
+            return false;
+        }
+        if let Back::Rows(bytes) = facts.copies[at].back
+            && std::mem::take(&mut tracked.awaits_rows)
+        {
+            let clock = tracked.gathers.first().map_or(0, |gather| gather.clock().0);
+            self.landed.push(Landed { layer: at, clock, bytes });
+        }
+        tracked.in_flight = tracked.returning > 0;
+        !tracked.in_flight
+    }
 }
 
 impl Tracked {
-    /// True if the layer has just come back.
-    fn finish_if_done(&mut self) -> bool {
-        let done = self.in_flight
+    /// Whether all that is sent and received of the layer was.
+    fn has_landed(&self) -> bool {
+        self.in_flight
+            && self.leaving == 0
             && self.unsent == 0
             && self.syncers.iter().all(Syncer::is_synced)
-            && self.gathers.iter().all(Gather::is_gathered);
-        if done {
-            self.in_flight = false;
-        }
-        done
+            && self.gathers.iter().all(Gather::is_gathered)
     }
 }
 
 impl Flat {
-    /// What the workers of `plan` share. `payload` says of a layer how many bytes a chunk of it has
-    /// on the way to its server, if these are not the gradient.
+    /// What the workers of `plan` share. `copies` has the layers' pieces. `payload` says of a layer
+    /// how many bytes a chunk of it has on the way to its server, if these are not the gradient.
     pub(crate) fn new(
         plan: &Plan,
         cluster: &Cluster,
+        copies: &[LayerCopies],
         payload: impl Fn(LayerId) -> Option<u32>,
     ) -> Self {
         let layers = || (0..plan.layers() as u32).map(LayerId);
         // Results come to all workers from the same servers.
         let syncers: Vec<_> =
             layers().map(|layer| syncers(plan, cluster, NodeId(0), layer)).collect();
-        let pushes = |layer: LayerId| pushes(cluster, &syncers[layer.index()], payload(layer));
+        let pushes = |layer: LayerId| {
+            let (syncers, payload) = (&syncers[layer.index()], payload(layer));
+            let pieces = copies[layer.index()].pieces.iter();
+            pieces.map(|piece| pushes(cluster, syncers, &piece.chunks, payload)).collect()
+        };
         Self { pushes: layers().map(pushes).collect(), syncers }
     }
 }
 
-/// What `syncers`, those of a layer, tell a worker to send; `payload` bytes a chunk, if it is not the
-/// gradient.
-fn pushes(cluster: &Cluster, syncers: &[Syncer], payload: Option<u32>) -> Vec<Push> {
+/// What `syncers`, those of a layer, tell a worker to send of the chunks of a `piece`; `payload` bytes
+/// a chunk, if it is not the gradient.
+fn pushes(
+    cluster: &Cluster,
+    syncers: &[Syncer],
+    piece: &Range<u32>,
+    payload: Option<u32>,
+) -> Vec<Push> {
     let nodes = cluster.nodes();
     let mut pushes: Vec<(Peers, Vec<Part>)> = Vec::new();
     let mut chunks = vec![0; nodes];
-    for part in syncers.iter().flat_map(Syncer::parts) {
+    let parts = |syncer| Syncer::parts(syncer).iter().map(move |part| (syncer, part));
+    let of_piece = |(_, part): &(_, &poseidon_core::syncer::Part)| piece.contains(&part.key.index);
+    for (syncer, part) in syncers.iter().flat_map(parts).filter(of_piece) {
         let server = part.server().index();
         if chunks[server] == pushes.len() {
             pushes.push((Peers::none(nodes), vec![Part::default(); nodes]));
@@ -409,7 +501,7 @@ fn pushes(cluster: &Cluster, syncers: &[Syncer], payload: Option<u32>) -> Vec<Pu
         let (servers, parts) = &mut pushes[chunks[server]];
         chunks[server] += 1;
         servers.insert(server);
-        let gradient = (part.range.len() * size_of::<f32>()) as u32;
+        let gradient = syncer.encodings().up.bytes(part.range.len()) as u32;
         parts[server] = Part { index: part.key.index, payload: payload.unwrap_or(gradient) };
     }
     let push = |(servers, parts): (_, Vec<_>)| Push { servers, parts: Rc::new(parts) };

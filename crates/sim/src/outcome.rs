@@ -1,5 +1,6 @@
 //! What came of a simulation.
 
+use crate::profile::CopySpeed;
 use poseidon_core::{ChunkKey, Clock, NodeId};
 use serde::Serialize;
 
@@ -10,8 +11,8 @@ pub struct Outcome {
     pub iteration_seconds: f64,
     /// What one worker alone computes in a step.
     pub compute_seconds: f64,
-    /// The share of their time in which workers do not compute: they wait for the network, or for a
-    /// gradient that is rebuilt beside them, or rebuild one themselves.
+    /// The share of their time in which workers do not compute: they wait for the network, for copies,
+    /// or for a gradient that is rebuilt beside them, or rebuild one themselves.
     pub stall_fraction: f64,
     /// Samples per second over those of one worker alone: by the mean step, which is longer than the
     /// median where few steps are very long.
@@ -27,6 +28,9 @@ pub struct Outcome {
     pub memory: Vec<Carried>,
     /// By rack: what passed its link to the others in one step. Empty if the network has no racks.
     pub racks: Vec<Carried>,
+    /// By worker: what was copied between its device and its host in one step. Empty if the job has
+    /// no copies.
+    pub copies: Vec<Copied>,
     /// What the switch's ports dropped, in all steps.
     pub drops: Drops,
     /// By layer: what happened to it on worker 0 in the last step.
@@ -58,6 +62,22 @@ impl Carried {
     }
 }
 
+/// Bytes that were copied between a device and its host.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+pub struct Copied {
+    /// Gradients, or the worker's own rows of factors.
+    pub to_host: u64,
+    /// Results, or all workers' rows of factors.
+    pub to_device: u64,
+}
+
+impl Copied {
+    /// How long the copy engine is at work that is at work for longer.
+    pub fn seconds(&self, speed: CopySpeed) -> f64 {
+        (self.to_host as f64 / speed.to_host).max(self.to_device as f64 / speed.to_device)
+    }
+}
+
 /// What was dropped because a port's queue was full. All of it was sent again.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct Drops {
@@ -76,8 +96,8 @@ pub struct LayerTimeline {
     pub ready: f64,
     /// The last byte of it left.
     pub sent: f64,
-    /// All that others send of it has come: the result, or their factors. May be in the next step's
-    /// time, as what follows.
+    /// All that others send of it has come: the result, or their factors. If the worker has a device,
+    /// it is copied there. May be in the next step's time, as what follows.
     pub landed: f64,
     /// How its gradient was rebuilt from factors, if it was.
     pub rebuilt: Option<Rebuilt>,
@@ -110,6 +130,8 @@ pub enum Bottleneck {
     Rack(u16),
     /// What this node exchanges with others of its host.
     Memory(NodeId),
+    /// What is copied between this worker's device and its host.
+    Copies(NodeId),
     /// Nobody's link is busy: frames are waited for one after the other.
     Latency,
     /// Gradients are rebuilt from factors, longer than there is computing beside it.

@@ -24,7 +24,8 @@ impl Setup {
         let adam = self.rule(layer) == SchemeRule::Adam && self.cluster.workers() > 1;
         match self.layers[layer.index()].kind {
             LayerKind::Fc { m, n } if adam => {
-                Some(self.factor_rows(layer) * (m + n) * size_of::<f32>())
+                let up = self.layers[layer.index()].up;
+                Some(self.factor_rows(layer) * up.bytes(m + n))
             }
             _ => None,
         }

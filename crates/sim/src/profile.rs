@@ -5,9 +5,15 @@
 //! * `[[measured]]`: seconds of every layer, as `poseidon profile` writes them;
 //! * `[[throughput]]`: images per second of the whole model, shared out by FLOPs;
 //! * `[rates]`: FLOPs per second by kind of layer, for any model.
+//!
+//! A profile with `scaled_from` has none of these: it has the times of another profile, scaled by
+//! the `[published]` figures of both devices. `[copies]` says how fast the device copies.
+
+mod scaled;
 
 use crate::zoo::{self, Model, ModelLayer};
 use poseidon_core::LayerKind;
+use scaled::Scale;
 use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::path::{Path, PathBuf};
@@ -21,6 +27,18 @@ pub struct LayerTime {
     pub backward: f64,
 }
 
+/// How fast a device copies to and from pinned memory of its host, in bytes per second.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct CopySpeed {
+    /// From the device to the host.
+    #[serde(deserialize_with = "positive")]
+    pub to_host: f64,
+    /// From the host to the device.
+    #[serde(deserialize_with = "positive")]
+    pub to_device: f64,
+}
+
 /// What is known about a device.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -30,6 +48,15 @@ pub struct Profile {
     pub name: String,
     /// The device, for people.
     pub device: String,
+    /// The built-in profile whose times are scaled to this device, if nothing was measured on it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub scaled_from: Option<String>,
+    /// What is published of the device.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub published: Option<Published>,
+    /// How fast it copies. `None` if its memory is the host's, or if that is to be left out.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub copies: Option<CopySpeed>,
     /// Models whose layers were timed.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub measured: Vec<Measured>,
@@ -39,6 +66,20 @@ pub struct Profile {
     /// For all others.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub rates: Option<Rates>,
+}
+
+/// What a vendor publishes of a device.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Published {
+    /// Most floating-point operations per second, in the precision of the profile, without sparsity.
+    #[serde(deserialize_with = "positive")]
+    pub flops: f64,
+    /// Most bytes per second of its memory.
+    #[serde(deserialize_with = "positive")]
+    pub memory: f64,
+    /// Where that is published, in words.
+    pub source: String,
 }
 
 /// A model whose layers were timed.
@@ -104,6 +145,11 @@ pub enum Basis {
     },
     /// The device's rates.
     Rates,
+    /// The times of another profile and published figures: nothing was measured on the device.
+    Published {
+        /// The other profile.
+        from: &'static str,
+    },
 }
 
 /// Why there are no times.
@@ -203,11 +249,14 @@ impl Profile {
             line,
             message: message.into(),
         };
-        let profile: Self = toml::from_str(text).map_err(|e| {
+        let mut profile: Self = toml::from_str(text).map_err(|e| {
             let start = e.span().map_or(0, |span| span.start);
             let before = &text.as_bytes()[..start.min(text.len())];
             malformed(1 + before.iter().filter(|b| **b == b'\n').count(), e.message())
         })?;
+        if profile.scaled_from.is_some() {
+            profile.rates = Some(profile.scaled_rates().map_err(|why| malformed(1, &why))?);
+        }
         if profile.measured.is_empty() && profile.throughput.is_empty() && profile.rates.is_none() {
             let message = "no `measured`, no `throughput` and no `rates`: nothing is known";
             return Err(malformed(1, message));
@@ -227,6 +276,12 @@ impl Profile {
         model: &Model,
         batch: usize,
     ) -> Result<(Vec<LayerTime>, Basis), ProfileError> {
+        if let Some((from, base)) = self.base() {
+            let (times, _) = base.times(model, batch)?;
+            if let Ok(scale) = Scale::between(&base, self) {
+                return Ok((scale.times(&times, model, batch), Basis::Published { from }));
+            }
+        }
         let name = zoo::folded(&model.name);
         let same = |other: &str| zoo::folded(other) == name;
         let measured = self.measured.iter().filter(|m| same(&m.model));
@@ -319,6 +374,9 @@ impl fmt::Display for Basis {
                 write!(f, "{images_per_second} images/s, shared out by FLOPs")
             }
             Self::Rates => f.write_str("FLOPs at the device's rates"),
+            Self::Published { from } => {
+                write!(f, "from published figures, not measured: the times of {from}, scaled")
+            }
         }
     }
 }
@@ -362,8 +420,13 @@ where
     }
 }
 
-const PROFILES: [(&str, &str); 3] = [
+const PROFILES: [(&str, &str); 8] = [
+    ("a100", include_str!("../profiles/a100.toml")),
+    ("h100", include_str!("../profiles/h100.toml")),
     ("h200", include_str!("../profiles/h200.toml")),
+    ("l4", include_str!("../profiles/l4.toml")),
+    ("rtx-4090", include_str!("../profiles/rtx-4090.toml")),
+    ("t4", include_str!("../profiles/t4.toml")),
     ("titan-x", include_str!("../profiles/titan-x.toml")),
     ("titan-x-tensorflow", include_str!("../profiles/titan-x-tensorflow.toml")),
 ];

@@ -2,7 +2,7 @@
 
 use crate::Error;
 use crate::network::Network;
-use crate::profile::LayerTime;
+use crate::profile::{CopySpeed, LayerTime};
 use crate::zoo::Model;
 use poseidon_core::plan::{Placement, Rules};
 use poseidon_core::{ChunkSize, Cluster, Layer, LayerId, NodeId, Overlap, Tree};
@@ -44,6 +44,9 @@ pub struct Setup {
     /// processor of each worker, beside its computing, or by the worker where that has not begun.
     /// `None` if that costs nothing. The share of the worker's own batch is part of its backward pass.
     pub rebuild_rate: Option<f64>,
+    /// How fast each worker copies between its device and its host's memory. `None` if gradients are
+    /// made in the host's memory. Workers of one host have a device each, and share no copy engine.
+    pub copies: Option<CopySpeed>,
     /// Workers that are slower than their profile.
     pub stragglers: Stragglers,
     /// Nodes that fall silent.
@@ -141,6 +144,7 @@ impl Setup {
             windows: true,
             host: Host::default(),
             rebuild_rate: None,
+            copies: None,
             stragglers: Stragglers::default(),
             failures: Vec::new(),
             iterations: 4,
@@ -180,6 +184,8 @@ impl Setup {
             ("the batch", self.batch as f64),
             ("the number of iterations", self.iterations as f64),
             ("the rate of rebuilding", self.rebuild_rate.unwrap_or(1.0)),
+            ("the speed of copies to the host", self.copies.map_or(1.0, |c| c.to_host)),
+            ("the speed of copies to the device", self.copies.map_or(1.0, |c| c.to_device)),
             ("the hosts of a rack", racks.map_or(1.0, |r| r.hosts_per_rack as f64)),
             ("the oversubscription of racks", racks.map_or(1.0, |r| r.oversubscription)),
             ("the rate of memory", self.network.memory.rate),

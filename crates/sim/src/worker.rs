@@ -1,7 +1,8 @@
 //! What a worker computes, layer by layer, and where it waits.
 
 use crate::calendar::Time;
-use crate::profile::LayerTime;
+use crate::copies::CopyEngine;
+use crate::profile::{CopySpeed, LayerTime};
 use crate::rebuild::{Rebuilder, Sent};
 use crate::setup::{Jitter, Setup, Stragglers};
 use poseidon_core::{NodeId, Overlap};
@@ -16,6 +17,8 @@ pub(crate) struct Worker {
     pub(crate) step: u64,
     /// Its second processor.
     pub(crate) rebuilder: Rebuilder,
+    /// Its device's copy engines, if it has a device: to the host, and to the device.
+    pub(crate) copies: Option<[CopyEngine; 2]>,
     /// How many times as long as its profile says this step takes.
     pace: f64,
     slow: f64,
@@ -69,6 +72,7 @@ pub(crate) struct Program {
     /// By layer: whether it has anything to synchronise.
     synced: Vec<bool>,
     overlap: Overlap,
+    copies: Option<CopySpeed>,
     steps: u64,
     jitter: Jitter,
 }
@@ -80,6 +84,7 @@ impl Program {
             rebuild,
             synced: setup.layers.iter().map(|layer| layer.len > 0).collect(),
             overlap: setup.overlap,
+            copies: setup.copies,
             steps: setup.iterations as u64,
             jitter: setup.stragglers.jitter,
         }
@@ -100,6 +105,9 @@ impl Worker {
             at: At::Await(0),
             step: 0,
             rebuilder: Rebuilder::default(),
+            copies: program
+                .copies
+                .map(|speed| [speed.to_host, speed.to_device].map(CopyEngine::new)),
             pace: 1.0,
             slow: slow.map(|(_, factor)| factor).product(),
             chance,

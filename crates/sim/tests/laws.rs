@@ -3,7 +3,7 @@
 mod support;
 
 use poseidon_core::wire::Header;
-use poseidon_core::{Cluster, LayerId, LayerKind, NodeId, Scheme, Servers};
+use poseidon_core::{Cluster, Encoding, LayerId, LayerKind, NodeId, Scheme, Servers};
 use poseidon_sim::network::{Duplex, Racks};
 use poseidon_sim::outcome::{LayerTimeline, Outcome};
 use poseidon_sim::setup::{Failure, Jitter};
@@ -52,7 +52,12 @@ fn close(a: f64, b: f64) {
 fn bytes_are_the_plans() {
     for servers in [Servers::Colocated, Servers::Dedicated(2), Servers::Mixed(1)] {
         for scheme in [SchemeRule::Ps, SchemeRule::Auto, SchemeRule::Sfb] {
-            let setup = setup(4, servers, scheme, 1e9);
+            let mut setup = setup(4, servers, scheme, 1e9);
+            // Every other layer's gradients and factors in two bytes, some with their results.
+            for (layer, number) in setup.layers.iter_mut().zip(0..) {
+                layer.up = if number % 2 == 0 { Encoding::F32 } else { Encoding::Bf16 };
+                layer.down = if number % 4 == 1 { Encoding::F16 } else { Encoding::F32 };
+            }
             let (plan, cluster) = (setup.plan(), &setup.cluster);
             let outcome = run(&setup);
             let layers = (0..setup.layers.len() as u32).map(LayerId);

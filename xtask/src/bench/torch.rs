@@ -3,11 +3,11 @@
 //! Every part runs scripts of `bench/peers`. Its runs go to a file of JSON lines, its findings to the
 //! summary.
 
-mod contender;
+pub(super) mod contender;
 mod lab;
 mod numerics;
 mod scaling;
-mod single;
+pub(super) mod single;
 mod targets;
 
 use super::finding::{self, Finding};

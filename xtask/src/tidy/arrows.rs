@@ -8,13 +8,31 @@ const ARROWS: &[(&str, &[&str])] = &[
     ("poseidon-core", &[]),
     ("poseidon-link", &["poseidon-core"]),
     ("poseidon-matrix", &[]),
-    ("poseidon", &["poseidon-core", "poseidon-link", "poseidon-matrix"]),
+    ("poseidon-device", &[]),
+    ("poseidon-checkpoint", &[]),
+    (
+        "poseidon",
+        &[
+            "poseidon-checkpoint",
+            "poseidon-core",
+            "poseidon-device",
+            "poseidon-link",
+            "poseidon-matrix",
+        ],
+    ),
     ("poseidon-nn", &["poseidon-core", "poseidon-matrix", "poseidon"]),
     ("poseidon-python", &["poseidon-core", "poseidon"]),
     ("poseidon-sim", &["poseidon-core"]),
     (
         "poseidon-cli",
-        &["poseidon-core", "poseidon-link", "poseidon", "poseidon-nn", "poseidon-sim"],
+        &[
+            "poseidon-checkpoint",
+            "poseidon-core",
+            "poseidon-link",
+            "poseidon",
+            "poseidon-nn",
+            "poseidon-sim",
+        ],
     ),
     ("xtask", &[]),
 ];

@@ -2,7 +2,9 @@
 
 A process group is a `poseidon._native.Group`. The first one of a process makes links: rank 0 waits for the others at
 an address it leaves in the c10d store, together with a fresh secret. Later groups among the same processes share
-those links. Tensors are lent to the group in place; only those that are not contiguous are copied.
+those links. Tensors are lent to the group in place; only those that are not contiguous are copied. Tensors on a GPU
+pass through pinned host memory; whoever waits for an operation on them has its stream wait, not its thread: the thread
+waits for the network alone.
 
 Two classes share one implementation. `ProcessGroup` is what programs hold: Python calls reach it directly, and get
 `Work` objects that are Python's own. `Backend` is what C++ reaches through the dispatcher, such as functional
@@ -23,6 +25,7 @@ from torch._C import _distributed_c10d as c10d
 from poseidon import _native
 from poseidon._c10d_rendezvous import rendezvous
 from poseidon._c10d_tensors import Lent, number_of
+from poseidon._numbers import SUM
 
 # How long a process that leaves a group waits for its connections to close.
 LEAVE = 2.0
@@ -66,12 +69,16 @@ def _leave_all():
 class Work(c10d.Work):
     """An operation under way: one or several of the group's, and what has to be done when they are."""
 
-    def __init__(self, operations, parts, tensors, after=None):
+    def __init__(self, operations, parts, tensors, after=None, gpu=None):
         super().__init__()
         self._operations = operations
         self._parts = parts
         self._tensors = tensors
+        # What is still to be done, and where on a GPU it was done: results are there behind that.
         self._after = after
+        self._concluded = None
+        # The GPU its tensors are on, if they are on one.
+        self._gpu = gpu
         self._lock = threading.Lock()
         self._future = None
 
@@ -82,6 +89,13 @@ class Work(c10d.Work):
                 raise _native.TimeoutError(f"not done within {limit} s; it goes on")
         self._conclude()
         return True
+
+    def _make_stream_wait(self):
+        """What is on a GPU is used by streams: the current one waits until results are there."""
+        if self._gpu is not None:
+            stream = torch.cuda.current_stream(self._gpu).cuda_stream
+            for part in self._parts:
+                part.make_wait(stream)
 
     def is_completed(self):
         if not all(part.is_done() for part in self._parts):
@@ -112,16 +126,22 @@ class Work(c10d.Work):
         with self._lock:
             fresh = self._future is None
             if fresh:
-                self._future = torch.futures.Future()
+                devices = [] if self._gpu is None else [self._gpu]
+                self._future = torch.futures.Future(devices=devices)
         if fresh:
             self._operations.follow(self)
         return self._future
 
     def _conclude(self):
+        self._make_stream_wait()
         with self._lock:
             after, self._after = self._after, None
             if after:
                 after()
+                if self._gpu is not None:
+                    self._concluded = torch.cuda.current_stream(self._gpu).record_event()
+            elif self._concluded is not None:
+                torch.cuda.current_stream(self._gpu).wait_event(self._concluded)
 
     def _settle(self):
         """All parts are done: whoever holds the future is told."""
@@ -129,8 +149,14 @@ class Work(c10d.Work):
         if failure is not None:
             self._future.set_exception(failure)
             return
-        self._conclude()
-        self._future.set_result(self._tensors)
+        if self._gpu is None:
+            self._conclude()
+            self._future.set_result(self._tensors)
+            return
+        # Whoever waits for the future has its streams wait for this one.
+        with torch.cuda.stream(torch.cuda.Stream(self._gpu)):
+            self._conclude()
+            self._future.set_result(self._tensors)
 
 
 class _Operations:
@@ -164,12 +190,12 @@ class _Operations:
     allreduce_coalesced = allreduce
 
     def _allreduce_sparse(self, tensors, opts):
-        if number_of(opts.reduceOp) != 0:
+        if number_of(opts.reduceOp) != SUM:
             raise ValueError("sparse tensors can only be summed")
         for tensor in tensors:
             own = tensor.coalesce()
-            sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
-            self.allgather([sizes], [torch.tensor([own._nnz()])], opts).wait()
+            sizes = [torch.zeros(1, dtype=torch.int64, device="cpu") for _ in range(self.size)]
+            self.allgather([sizes], [torch.tensor([own._nnz()], device="cpu")], opts).wait()
             indices, values = own.indices().contiguous(), own.values().contiguous()
             all_indices = [indices.new_empty((indices.shape[0], int(n))) for n in sizes]
             all_values = [values.new_empty((int(n), *values.shape[1:])) for n in sizes]
@@ -335,10 +361,16 @@ class _Operations:
             # False: whoever asks waits for it right away, and so does the work.
             waits = not getattr(opts, "asyncOp", True)
             self.sequence += 1
+        if lent is not None and lent.gpu is not None:
+            stream = torch.cuda.current_stream(lent.gpu).cuda_stream
+            place = (lent.gpu.index, stream)
+            return self._group.begin_on_device(operation, inputs, outputs, lent, timeout, *place, **more)
         return self._group.begin(operation, inputs, outputs, lent, timeout, waits, **more)
 
     def _work(self, parts, tensors, lent):
-        return Work(self, parts, tensors, lent.give_back if lent is not None and lent.copies else None)
+        if lent is None:
+            return Work(self, parts, tensors)
+        return Work(self, parts, tensors, lent.give_back if lent.copies else None, lent.gpu)
 
     def follow(self, work):
         """Has the future of `work` settled when its last part is done."""
@@ -535,4 +567,5 @@ class ProcessGroup(_Named, dist.ProcessGroup):
             # The same versions have no backends in Python. What asks the group itself, as stock DDP does, works.
             return
         self._set_default_backend(kind)
-        self._register_backend(torch.device("cpu"), kind, self._backend)
+        for device in ("cpu", "cuda"):
+            self._register_backend(torch.device(device), kind, self._backend)

@@ -13,7 +13,7 @@ def register():
         return
     if not dist.is_available() or "POSEIDON" in dist.Backend._plugins:
         return
-    dist.Backend.register_backend("poseidon", _create, extended_api=True, devices=["cpu"])
+    dist.Backend.register_backend("poseidon", _create, extended_api=True, devices=["cpu", "cuda"])
 
 
 def _create(options, backend_options):

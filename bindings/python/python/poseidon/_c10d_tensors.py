@@ -5,26 +5,14 @@ import itertools
 import torch
 import torch.distributed as dist
 
-# The numbers of poseidon_core::Dtype.
-DTYPES = {
-    torch.float32: 1,
-    torch.float64: 2,
-    torch.float16: 3,
-    torch.bfloat16: 4,
-    torch.int8: 5,
-    torch.uint8: 6,
-    torch.int16: 7,
-    torch.int32: 8,
-    torch.int64: 9,
-    torch.bool: 10,
-}
-BYTES = 0
+from poseidon._numbers import BYTES, DTYPES, MEAN, SUM
+
 COMPLEX = {torch.complex32: torch.float16, torch.complex64: torch.float32, torch.complex128: torch.float64}
 
 # The numbers of poseidon_core::ReduceOp.
 OPS = {
-    dist.ReduceOp.SUM: 0,
-    dist.ReduceOp.AVG: 1,
+    dist.ReduceOp.SUM: SUM,
+    dist.ReduceOp.AVG: MEAN,
     dist.ReduceOp.PRODUCT: 2,
     dist.ReduceOp.MIN: 3,
     dist.ReduceOp.MAX: 4,
@@ -43,12 +31,15 @@ class Lent:
     def __init__(self, read=(), written=()):
         self.tensors = {}
         self.copies = []
+        devices = {tensor.device for tensor in itertools.chain(read, written)}
+        if len(devices) > 1:
+            raise ValueError(f"tensors of one operation must be on one device, got {_listed(devices)}")
+        device = devices.pop() if devices else torch.device("cpu")
+        if device.type not in ("cpu", "cuda"):
+            raise ValueError(f"backend poseidon moves tensors of the CPU and of CUDA, got one on {device}")
+        # The GPU they are on, if they are on one.
+        self.gpu = device if device.type == "cuda" else None
         for tensor in itertools.chain(read, written):
-            if tensor.device.type != "cpu":
-                raise ValueError(
-                    f"backend poseidon moves tensors on the CPU, got one on {tensor.device}: "
-                    "copy it to the CPU first, or use 'cpu:poseidon,cuda:nccl'"
-                )
             if tensor.is_sparse:
                 raise ValueError("backend poseidon takes sparse tensors in all_reduce only")
         for tensor in written:
@@ -96,6 +87,10 @@ class Lent:
                 tensor.detach().copy_(dense)
 
 
+def _listed(devices):
+    return " and ".join(sorted(map(str, devices)))
+
+
 def _is_plain(tensor):
     """Whether its memory holds its elements, in order: a view may be strided, conjugate or negative."""
     return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
@@ -108,7 +103,7 @@ def _plain(tensor):
 def _spec(tensor, op):
     dtype, count = tensor.dtype, tensor.numel()
     if dtype in COMPLEX:
-        if op not in (None, 0, 1):
+        if op not in (None, SUM, MEAN):
             raise ValueError(f"all reductions of {dtype} but SUM and AVG are undefined")
         dtype, count = COMPLEX[dtype], 2 * count
     number = DTYPES.get(dtype)

@@ -97,6 +97,9 @@ fn kepler(alexnet: &Model) -> Profile {
     Profile {
         name: "k40".into(),
         device: "NVIDIA Tesla K40, Caffe".into(),
+        scaled_from: None,
+        published: None,
+        copies: None,
         measured: Vec::new(),
         throughput: vec![Throughput { model: alexnet.name.clone(), batch: 256, images_per_second }],
         rates: Some(Rates { conv: rate, fc: rate, other: rate, fc_rows: 1 }),

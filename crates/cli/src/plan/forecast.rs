@@ -1,6 +1,7 @@
 //! The answer: what simulations of the job and of its neighbours say.
 
 use super::advice::{self, Advice};
+use super::copies::CopyUse;
 use super::racks::{self, RackChoice};
 use super::search::{self, Found};
 use super::{Bandwidth, Question};
@@ -27,6 +28,8 @@ pub(crate) struct Forecast {
     pub(crate) layers: Vec<LayerForecast>,
     /// Whether sums are made inside racks, if there are racks.
     pub(crate) racks: Option<RackChoice>,
+    /// What is copied between a worker's device and its host, if anything is.
+    pub(crate) copies: Option<CopyUse>,
     pub(crate) found: Option<Found>,
     /// What follows from further simulations. `None` if there would have been too many.
     pub(crate) beyond: Option<Beyond>,
@@ -80,11 +83,12 @@ impl Forecast {
             (setup, outcome) = (better.setup.clone(), better.outcome.clone());
             found = Some(better);
         }
+        let copies = CopyUse::new(&setup, &outcome)?;
         let beyond = match effort.thorough || outcome.events <= PATIENCE {
             true => Some(Beyond::new(question, &setup, &outcome)?),
             false => None,
         };
-        Ok(Self { layers: layers(&setup), setup, outcome, racks, found, beyond })
+        Ok(Self { layers: layers(&setup), setup, outcome, racks, copies, found, beyond })
     }
 
     /// The share of what the workers could do that they do.

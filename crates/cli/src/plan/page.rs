@@ -90,6 +90,9 @@ fn summary(question: &Question, forecast: &Forecast) -> String {
         Some(None) => text.push_str(" No bandwidth keeps them 95 % busy."),
         None => {}
     }
+    if let Some(copies) = &forecast.copies {
+        let _ = write!(text, " Copied: {}.", copies.words());
+    }
     if let Some(racks) = &forecast.racks {
         let _ = write!(text, " Hosts in racks: {}; {}.", racks.words(), racks.reason);
     }

@@ -1,5 +1,6 @@
 //! What is asked: flags become a cluster, a model and a network, or a message that says why not.
 
+use super::copies::CopyFlag;
 use super::described;
 use crate::bandwidth::Bandwidth;
 use anyhow::{Context, bail, ensure};
@@ -33,10 +34,16 @@ pub(crate) struct Flags {
     #[arg(long, short = 'k', value_name = "K", default_value = "32", value_parser = positive, help_heading = MODEL)]
     batch: usize,
 
-    /// How fast a worker computes: titan-x, titan-x-tensorflow, h200, or a TOML file that 'poseidon
-    /// profile' wrote.
+    /// How fast a worker computes: titan-x or titan-x-tensorflow (as the paper measured them), h200
+    /// (measured), a100, h100, l4, rtx-4090 or t4 (from published figures, not measured), or a TOML
+    /// file that 'poseidon profile' wrote.
     #[arg(long, value_name = "NAME|FILE", default_value = "titan-x", help_heading = MODEL)]
     profile: String,
+
+    /// How fast a worker's device copies to its host's memory and back, each way: 25GB/s, 900MB/s.
+    /// 'none' leaves copies out [default: what the profile says, if it says anything].
+    #[arg(long, value_name = "RATE|none", allow_hyphen_values = true, help_heading = MODEL)]
+    copy_speed: Option<CopyFlag>,
 
     /// Workers.
     #[arg(long, short = 'n', value_name = "N", default_value = "8", value_parser = positive, help_heading = CLUSTER)]
@@ -141,6 +148,7 @@ impl Question {
         setup.overlap = flags.overlap.unwrap_or(usual);
         setup.chunk = flags.chunk.unwrap_or_default();
         setup.rebuild_rate = profile.rates.map(|rates| rates.fc);
+        setup.copies = flags.copy_speed.map_or(profile.copies, CopyFlag::speed);
         if flags.servers.is_some() {
             // Servers on workers as well: who asks for them wants something of each.
             setup.check_servers().map_err(|e| anyhow::anyhow!("{e}: see --servers and --chunk"))?;

@@ -138,9 +138,10 @@ fn facts(forecast: &Forecast) -> Vec<(&'static str, String)> {
     facts
 }
 
-/// What passes ports, memory and racks' links, where these are not simply what nodes send.
+/// What passes ports, memory and racks' links, where these are not simply what nodes send, and what
+/// is copied.
 pub(super) fn links(forecast: &Forecast) -> Vec<(&'static str, String)> {
-    let Forecast { setup, outcome, racks, .. } = forecast;
+    let Forecast { setup, outcome, racks, copies, .. } = forecast;
     let memory = LinkUse::of_memory(setup, outcome);
     let rack = LinkUse::of_rack(setup, outcome);
     let mut facts = Vec::new();
@@ -149,6 +150,7 @@ pub(super) fn links(forecast: &Forecast) -> Vec<(&'static str, String)> {
     }
     facts.extend(memory.map(|memory| ("memory", memory.words("a worker"))));
     facts.extend(rack.map(|rack| ("rack link", rack.words("a rack"))));
+    facts.extend(copies.as_ref().map(|copies| ("copies", copies.words())));
     if let Some(racks) = racks {
         facts.extend([("racks", racks.words()), ("", racks.reason.clone())]);
     }

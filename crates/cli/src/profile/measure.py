@@ -5,7 +5,7 @@
 Layers are built from the shapes in the model's file and timed alone, forward and backward, with random numbers; equal
 ones once. A convolution has its batch norm, if the number of parameters says so, and a ReLU with it. What else a layer's
 FLOPs contain, such as attention, is taken to run at the layer's own rate; layers of other kinds take their FLOPs at the
-rate of matrix products. Only torch is needed.
+rate of matrix products. On a CUDA device copies to and from pinned memory are timed too. Only torch is needed.
 """
 
 import argparse
@@ -22,6 +22,10 @@ from torch import nn
 RUN = 2e-3
 # The median of so many runs is taken.
 RUNS = 7
+# A session copies gradients in pieces of this many bytes (PIECE in session/device.rs).
+PIECE = 2 << 20
+# Pieces of a run: much more than a cache holds.
+PIECES = 64
 
 
 def main():
@@ -48,6 +52,7 @@ def main():
         print(f"{models[-1]['name']}: {len(models[-1]['layers'])} layers", file=sys.stderr)
         measure.model(models[-1])
     print(f"device = {json.dumps(measure.device_name())}")
+    measure.print_copies()
     measure.print_models(models)
     measure.print_rates(models)
 
@@ -124,6 +129,29 @@ class Measure:
     def wait(self):
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+
+    def copy_speed(self, source, target):
+        """Bytes per second from one tensor of bytes to another, in pieces."""
+        pairs = list(zip(target.split(PIECE), source.split(PIECE), strict=True))
+
+        def copy():
+            for to, piece in pairs:
+                to.copy_(piece, non_blocking=True)
+
+        return source.numel() / self.seconds(copy)
+
+    def copies(self):
+        """Bytes per second to the host and to the device; None where the device's memory is not known to be its own."""
+        if self.device.type != "cuda":
+            return None
+        host = torch.zeros(PIECE * PIECES, dtype=torch.uint8, pin_memory=True)
+        device = torch.zeros(PIECE * PIECES, dtype=torch.uint8, device=self.device)
+        return self.copy_speed(device, host), self.copy_speed(host, device)
+
+    def print_copies(self):
+        speeds = self.copies()
+        if speeds is not None:
+            print(f"\n[copies]\nto_host = {speeds[0]:.4g}\nto_device = {speeds[1]:.4g}")
 
     def rate(self, models, fits):
         """FLOPs per second over all timed layers that fit."""

@@ -70,9 +70,11 @@ pub(super) fn page(report: &Report) -> String {
     facts(&mut page, report);
     let _ = write!(
         page,
-        "</main>\n<footer>\n<p>poseidon {}</p>\n<p><code>{}</code></p>\n</footer>\n\
+        "</main>\n<footer>\n<p>poseidon {}, {} on {}</p>\n<p><code>{}</code></p>\n</footer>\n\
          <script>\n{TIPS}</script>\n</body>\n</html>\n",
         Escaped(&report.version),
+        Escaped(&report.date),
+        Escaped(&report.host),
         Escaped(&report.command),
     );
     page
@@ -81,13 +83,18 @@ pub(super) fn page(report: &Report) -> String {
 /// What happened, for somebody who sees such a report for the first time.
 fn summary(report: &Report) -> String {
     let workers = u64::from(report.workers);
-    let mut text = format!(
+    let mut text = String::new();
+    if let Some(why) = &report.partial {
+        let _ = write!(text, "Not a whole training: {why}. ");
+    }
+    let _ = write!(
+        text,
         "{} trained {} on {} for {}: {} of {}, in {}.",
         units::plural(workers, "worker"),
         report.model,
         report.data,
         epochs_of(report.epochs),
-        units::plural(report.steps, "step"),
+        units::plural(report.steps - report.steps_before, "step"),
         units::plural(workers.saturating_mul(report.batch as u64), "image"),
         units::duration(report.seconds),
     );

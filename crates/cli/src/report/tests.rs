@@ -34,6 +34,10 @@ fn sample() -> Report {
         deterministic: true,
         version: "0.1.0".into(),
         command: "poseidon train lenet".into(),
+        date: "2026-11-16T12:00:00Z".into(),
+        host: "node0".into(),
+        steps_before: 0,
+        partial: None,
         layers: vec![layer("conv1", 500, "ps"), layer("fc1", 1_000_000, "sfb")],
         nodes: vec![NodeReport {
             rank: 0,

@@ -20,7 +20,10 @@ pub(super) struct Inputs {
 pub(super) struct Agreement {
     pub(super) transform: Transform,
     pub(super) sampler: Sampler,
+    /// Of the whole training.
     pub(super) steps: u64,
+    /// Samples of an epoch.
+    pub(super) samples: usize,
 }
 
 impl Inputs {
@@ -70,10 +73,36 @@ impl Inputs {
                 *smallest = all.iter().map(|w| w.samples).min().unwrap_or(*smallest);
             }
         }
-        let sampler = Sampler::new(sampling)?;
-        let epochs = settings.epochs.saturating_mul(sampler.steps_per_epoch());
-        let steps = settings.steps.unwrap_or(epochs);
+        let samples = match sampling.partition {
+            data::Partition::Shared => sampling.samples,
+            data::Partition::Private { smallest } => smallest,
+        };
+        let mut sampler = Sampler::new(sampling)?;
+        let mut taken = 0;
+        if let Some(resumed) = &settings.resumed {
+            resumed.check(settings, samples)?;
+            let (then, now) = (resumed.workers, usize::from(settings.workers));
+            ensure!(
+                settings.partition == Partition::Shared || then == now,
+                "the checkpoint was made by {then} workers with private data: {now} cannot go on"
+            );
+            sampler.resume(resumed.state.position)?;
+            taken = resumed.at.step;
+        }
+        // What is left of this epoch, and the epochs after it.
+        let position = sampler.position();
+        let left = settings.epochs.saturating_sub(position.epoch + 1);
+        let rest = match position.epoch < settings.epochs {
+            true => sampling.steps_left(position) + left.saturating_mul(sampler.steps_per_epoch()),
+            false => 0,
+        };
+        let steps = settings.steps.unwrap_or(taken.saturating_add(rest));
+        ensure!(
+            steps > taken,
+            "the checkpoint is of step {taken}, and the training has {steps} steps: it is done; more \
+             --epochs or --steps make it longer"
+        );
         let transform = Transform::from_statistics(&StartFacts::pool(&all));
-        Ok(Agreement { transform, sampler, steps })
+        Ok(Agreement { transform, sampler, steps, samples })
     }
 }

@@ -150,12 +150,19 @@ impl Screen {
         self.lines(&[line]);
     }
 
+    /// Prints something that happened beside the training.
+    pub(crate) fn note(&mut self, line: &str) {
+        self.lines(&[printable(line)]);
+    }
+
     /// Prints the result of the run, and where its report lies.
     pub(crate) fn finish(&mut self, report: &Report, page: &Path) {
         self.clear_bar();
         let total = report.nodes.iter().map(|node| node.bytes_sent).fold(0, u64::saturating_add);
         let accuracy = report.test_accuracy.map_or("not tested".into(), units::percent);
-        let mut rows = vec![
+        let mut rows: Vec<_> =
+            report.partial.iter().map(|why| ("not whole", printable(why))).collect();
+        rows.extend([
             ("test accuracy", self.paint.bold(&accuracy)),
             ("final loss", units::loss(report.final_loss)),
             (
@@ -163,11 +170,11 @@ impl Screen {
                 format!(
                     "{} images/s; {} in {}",
                     units::rate(report.images_per_second),
-                    units::plural(report.steps, "step"),
+                    units::plural(report.steps - report.steps_before, "step"),
                     units::duration(report.seconds)
                 ),
             ),
-        ];
+        ]);
         if report.bytes_per_step() > 0 {
             let hidden = units::percent(report.overlap_hidden_fraction);
             rows.extend([

@@ -1,6 +1,7 @@
 //! What to train and how: flags over a file over defaults.
 
 use super::inputs::Inputs;
+use super::saving::{self, Resumed};
 use anyhow::{Context, bail, ensure};
 use poseidon::config::Carriers;
 use poseidon::{ChunkSize, Config, Optimizer, Placement, Policy, Servers};
@@ -9,7 +10,9 @@ use poseidon_nn::train::{Overlap, Task};
 use poseidon_nn::{Model, Schedule};
 use serde::{Deserialize, Serialize};
 use std::path::{Path, PathBuf};
+use std::str::FromStr;
 use std::sync::Arc;
+use std::time::Duration;
 
 /// What can be said on the command line. What is not said comes from the file or the defaults.
 #[derive(clap::Args, Clone, Debug, Default)]
@@ -121,6 +124,29 @@ pub(crate) struct Flags {
     #[arg(long, help_heading = SYNC)]
     verify_replicas: bool,
 
+    /// Save the training's state here, also when it is stopped by SIGTERM or Ctrl-C: a folder that all
+    /// nodes reach, or s3://BUCKET/PREFIX.
+    #[arg(long, value_name = "PLACE", help_heading = SAVE)]
+    checkpoint: Option<String>,
+
+    /// Save after every N steps [default: after every epoch].
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..), requires = "checkpoint", help_heading = SAVE)]
+    every: Option<u64>,
+
+    /// Keep at most so many checkpoints [default: all].
+    #[arg(long, value_name = "COUNT", requires = "checkpoint", help_heading = SAVE)]
+    keep: Option<usize>,
+
+    /// Delete checkpoints that are older, such as 12h or 7d; the newest always stays.
+    #[arg(long, value_name = "AGE", requires = "checkpoint", help_heading = SAVE)]
+    keep_for: Option<Age>,
+
+    /// Go on from the newest checkpoint of PLACE, or from PLACE@STEP. Settings are the checkpoint's,
+    /// unless other flags say otherwise. Without PLACE: from the newest one of --checkpoint, or from
+    /// the beginning if there is none.
+    #[arg(long, value_name = "PLACE[@STEP]", num_args = 0..=1, default_missing_value = "", help_heading = SAVE)]
+    resume: Option<String>,
+
     /// Where to put report.html and report.json [default: poseidon-report].
     #[arg(long, value_name = "DIR", help_heading = TASK)]
     report: Option<PathBuf>,
@@ -133,9 +159,10 @@ pub(crate) struct Flags {
 const CLUSTER: &str = "Cluster";
 const TASK: &str = "What to train";
 const SYNC: &str = "How to synchronise";
+const SAVE: &str = "Checkpoints";
 
 /// The effective configuration; what `--print-config` prints and `--config` reads.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields, rename_all = "kebab-case")]
 pub(crate) struct Settings {
     pub(super) workers: u16,
@@ -165,9 +192,60 @@ pub(crate) struct Settings {
     pub(super) sync: Consistency,
     pub(super) deterministic: bool,
     pub(super) verify_replicas: bool,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(super) checkpoint: Option<String>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(super) every: Option<u64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(super) keep: Option<usize>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(super) keep_for: Option<Age>,
+    /// The checkpoint to go on from.
+    #[serde(skip)]
+    pub(super) resumed: Option<Resumed>,
     pub(super) report: PathBuf,
     #[serde(skip_serializing_if = "std::ops::Not::not")]
     pub(super) bare: bool,
+}
+
+/// How old a checkpoint may become.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Age(pub(super) Duration);
+
+impl FromStr for Age {
+    type Err = humantime::DurationError;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        humantime::parse_duration(text).map(Self)
+    }
+}
+
+impl Serialize for Age {
+    fn serialize<S: serde::Serializer>(&self, to: S) -> Result<S::Ok, S::Error> {
+        to.collect_str(&humantime::format_duration(self.0))
+    }
+}
+
+impl<'de> Deserialize<'de> for Age {
+    fn deserialize<D: serde::Deserializer<'de>>(from: D) -> Result<Self, D::Error> {
+        String::deserialize(from)?.parse().map_err(serde::de::Error::custom)
+    }
+}
+
+impl Flags {
+    /// The checkpoint that --resume names.
+    fn find_checkpoint(&self) -> anyhow::Result<Option<Resumed>> {
+        match (self.resume.as_deref(), &self.checkpoint) {
+            (None, _) => Ok(None),
+            (Some(""), None) => bail!("--resume: from where? name a place, or give --checkpoint"),
+            (Some(""), Some(place)) => Resumed::find(place),
+            (Some(place), _) => {
+                let found = Resumed::find(place)?;
+                ensure!(found.is_some(), "there is no checkpoint in {place}");
+                Ok(found)
+            }
+        }
+    }
 }
 
 /// Whose the data is.
@@ -229,6 +307,11 @@ impl Default for Settings {
             sync: Consistency::Bsp,
             deterministic: false,
             verify_replicas: false,
+            checkpoint: None,
+            every: None,
+            keep: None,
+            keep_for: None,
+            resumed: None,
             report: "poseidon-report".into(),
             bare: false,
         }
@@ -238,10 +321,17 @@ impl Default for Settings {
 impl Settings {
     /// Flags over the file over the defaults.
     pub(crate) fn from_flags(flags: &Flags) -> anyhow::Result<Self> {
-        let mut settings = match &flags.config {
-            Some(path) => read(path)?,
-            None => Self::default(),
+        let resumed = flags.find_checkpoint()?;
+        let mut settings = match (&flags.config, &resumed) {
+            (Some(path), _) => read(path)?,
+            (None, Some(resumed)) => {
+                let step = resumed.at.step;
+                toml::from_str(&resumed.state.config)
+                    .with_context(|| format!("the settings in the checkpoint of step {step}"))?
+            }
+            (None, None) => Self::default(),
         };
+        settings.resumed = resumed;
         macro_rules! take {
             ($($field:ident),*) => {
                 $(if let Some(value) = flags.$field.clone() { settings.$field = value; })*
@@ -250,6 +340,12 @@ impl Settings {
         take!(workers, servers, threads_per_worker, link, model, data, partition, batch, lr);
         take!(schedule, optimizer, seed, test, scheme, overlap, chunk, placement, sync, report);
         settings.lanes = flags.lanes.or(settings.lanes);
+        if let Some(place) = &flags.checkpoint {
+            settings.checkpoint = Some(saving::absolute(place)?);
+        }
+        settings.every = flags.every.or(settings.every);
+        settings.keep = flags.keep.or(settings.keep);
+        settings.keep_for = flags.keep_for.or(settings.keep_for);
         settings.steps = flags.steps.or(settings.steps);
         if let Some(epochs) = flags.epochs {
             (settings.epochs, settings.steps) = (epochs, None);
@@ -297,6 +393,7 @@ impl Settings {
             ("when to test", format!("{:?}", self.test).to_lowercase()),
             ("the partition", format!("{:?}", self.partition).to_lowercase()),
             ("whether replicas are verified", self.verify_replicas.to_string()),
+            ("how often the state is saved", format!("{:?}", self.every)),
         ]
     }
 
@@ -381,6 +478,9 @@ impl Settings {
         if !self.lr.is_finite() || self.lr <= 0.0 {
             bail!("learning rate {}: expected a positive number", self.lr);
         }
+        ensure!(self.every != Some(0), "every = 0: expected at least 1");
+        let saves = self.checkpoint.is_some() || self.resumed.is_some();
+        ensure!(!(self.bare && saves), "without Poseidon (--bare) there are no checkpoints");
         if self.optimizer.is_stateless() {
             bail!(
                 "optimizer '{}' updates nothing: expected sgd, caffe-sgd, adam or adamw",
@@ -423,13 +523,18 @@ mod tests {
     use super::*;
     use std::io::Write;
 
+    fn saved() -> Settings {
+        let (checkpoint, keep_for) = (Some("/a/b".into()), Some("36h".parse().unwrap()));
+        Settings { checkpoint, keep_for, every: Some(5), keep: Some(3), ..Settings::default() }
+    }
+
     #[test]
     fn what_is_printed_can_be_read_back() {
         let (chunk, placement) = (ChunkSize::at_most(2 << 20), Placement::PerTensor);
-        let settings =
-            Settings { steps: Some(7), lanes: Some(2), chunk, placement, ..Settings::default() };
+        let settings = Settings { steps: Some(7), lanes: Some(2), chunk, placement, ..saved() };
         let text = settings.to_toml().unwrap();
-        assert_eq!(toml::from_str::<Settings>(&text).unwrap(), settings, "{text}");
+        let read: Settings = toml::from_str(&text).unwrap();
+        assert_eq!(format!("{read:?}"), format!("{settings:?}"), "{text}");
         assert!(text.contains("chunk = \"2m\"\nplacement = \"per-tensor\""), "{text}");
     }
 

@@ -2,6 +2,7 @@
 
 use super::facts::{EpochFacts, FinalFacts, gather};
 use super::inputs::{Agreement, Inputs};
+use super::saving::{self, Resumed, RunState, Saver, asked_to_end};
 use super::screen::{Kind, Screen, StepProgress};
 use super::settings::{Partition, Settings, Test};
 use crate::report::{
@@ -9,13 +10,14 @@ use crate::report::{
     What,
 };
 use anyhow::ensure;
-use poseidon::{Config, LayerId, NodeId, Session, Traffic};
-use poseidon_nn::data::{Evaluation, Loader, Samples, Transform};
+use poseidon::{Checkpoints, Config, LayerId, NodeId, Session, Traffic};
+use poseidon_nn::data::{Evaluation, Loader, Position, Samples, Transform};
 use poseidon_nn::train::{self, TrainError, Worker};
 use poseidon_nn::{Loss, Net};
 use std::io::{self, Write};
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::sync::atomic::AtomicBool;
+use std::time::{Duration, Instant, SystemTime};
 
 /// Trains as one worker of the job that `config` describes.
 pub(super) fn run(settings: &Settings, config: Config, json: bool) -> anyhow::Result<()> {
@@ -26,6 +28,10 @@ pub(super) fn run(settings: &Settings, config: Config, json: bool) -> anyhow::Re
         .deterministic(settings.deterministic)
         .chunk_size(settings.chunk)
         .placement(settings.placement)
+        .checkpoints(Checkpoints {
+            to: settings.checkpoint.clone(),
+            from: settings.resumed.as_ref().map(|resumed| resumed.at.clone()),
+        })
         .learning_rate(settings.lr);
     let session = task.describe(builder)?.start()?;
     drive(settings, Worker::join(&task, session)?, inputs, json)
@@ -39,13 +45,14 @@ pub(super) fn run_alone(settings: &Settings, json: bool) -> anyhow::Result<()> {
 }
 
 fn drive(settings: &Settings, worker: Worker, inputs: Inputs, json: bool) -> anyhow::Result<()> {
-    let prepared =
-        inputs.agree(settings, &worker).and_then(|Agreement { transform, sampler, steps }| {
+    let prepared = inputs.agree(settings, &worker).and_then(
+        |Agreement { transform, sampler, steps, samples }| {
             let steps_per_epoch = sampler.steps_per_epoch();
             let loader = Loader::new(inputs.train.clone(), transform.clone(), sampler)?;
-            Ok((loader, transform, steps, steps_per_epoch))
-        });
-    let (loader, transform, steps, steps_per_epoch) = match prepared {
+            Ok((loader, transform, steps, steps_per_epoch, samples))
+        },
+    );
+    let (loader, transform, steps, steps_per_epoch, samples) = match prepared {
         Ok(prepared) => prepared,
         Err(error) => return give_up(worker, error),
     };
@@ -55,7 +62,16 @@ fn drive(settings: &Settings, worker: Worker, inputs: Inputs, json: bool) -> any
         return give_up(worker, error);
     }
     let rank = worker.session().map_or(0, Session::rank);
+    if rank == 0 {
+        crate::report::set_aside(&settings.report)?;
+    }
+    let done = |resumed: &Resumed| resumed.state.epochs.clone();
     let mut run = Run {
+        first: (worker.steps(), loader.position()),
+        saver: Saver::new(settings),
+        asked: asked_to_end()?,
+        stop_at: None,
+        samples,
         plan: plan(&worker, &Net::new(&inputs.model, 1)?),
         before,
         settings,
@@ -72,12 +88,16 @@ fn drive(settings: &Settings, worker: Worker, inputs: Inputs, json: bool) -> any
         step_times: Vec::new(),
         images: 0,
         curve: Vec::new(),
-        epochs: Vec::new(),
+        epochs: settings.resumed.as_ref().map_or_else(Vec::new, done),
         digests: Vec::new(),
+        date: humantime::format_rfc3339_seconds(SystemTime::now()).to_string(),
     };
     match run.train() {
         Ok(()) => run.finish(json),
-        Err(error) => give_up(run.worker, error),
+        Err(error) => {
+            run.leave_report(&format!("it failed: {error:#}"));
+            give_up(run.worker, error)
+        }
     }
 }
 
@@ -131,6 +151,16 @@ struct Run<'a> {
     curve: Vec<CurvePoint>,
     epochs: Vec<EpochReport>,
     digests: Vec<String>,
+    /// Where this run began: steps taken before, and the place in the data.
+    first: (u64, Position),
+    saver: Saver,
+    /// Whether this process was asked to end.
+    asked: Arc<AtomicBool>,
+    /// The step that all workers stop after, if one of them was asked to end.
+    stop_at: Option<u64>,
+    /// Samples of an epoch.
+    samples: usize,
+    date: String,
 }
 
 struct Before {
@@ -143,12 +173,70 @@ impl Run<'_> {
         self.screen.headline(&self.headline());
         self.screen.plan(&self.plan);
         self.began = Instant::now();
-        let epochs = self.steps.div_ceil(self.steps_per_epoch);
-        while self.worker.steps() < self.steps {
+        let epochs = self.epoch_of(self.steps).ceil() as u64;
+        while self.worker.steps() < self.steps && !self.is_stopped() {
             let epoch = self.loader.position().epoch;
-            let steps = self.steps_per_epoch.min(self.steps - self.worker.steps());
+            let steps = self.loader.steps_left().min(self.steps - self.worker.steps());
             self.screen.epoch_begin(Instant::now(), epoch + 1, epochs, steps);
             self.epoch(steps)?;
+        }
+        let saved = self.saver.wait();
+        self.tell(saved);
+        Ok(())
+    }
+
+    /// How many epochs are done after `step` steps.
+    fn epoch_of(&self, step: u64) -> f64 {
+        let (taken, Position { epoch, samples }) = self.first;
+        let before = epoch as f64 + samples as f64 / self.samples as f64;
+        before + (step - taken) as f64 / self.steps_per_epoch as f64
+    }
+
+    fn is_stopped(&self) -> bool {
+        self.stop_at.is_some_and(|step| self.worker.steps() >= step)
+    }
+
+    fn tell(&mut self, news: Option<String>) {
+        if let Some(news) = news {
+            self.screen.note(&news);
+        }
+    }
+
+    /// Before a step: begins a checkpoint of what it leaves, if one is due. `ends_epoch`: the step is
+    /// the last one of its epoch.
+    fn save_next(&mut self, ends_epoch: bool) -> anyhow::Result<()> {
+        let next = self.worker.steps() + 1;
+        let ends_run = next == self.steps || self.stop_at == Some(next);
+        if self.saver.is_due(next, ends_epoch, ends_run) {
+            let last = self.saver.begin(&self.worker)?;
+            self.tell(last);
+        }
+        Ok(())
+    }
+
+    /// After a step: describes it to a checkpoint of it, and hears whether all are to stop.
+    fn stepped(&mut self) -> anyhow::Result<()> {
+        let (settings, position, samples) = (self.settings, self.loader.position(), self.samples);
+        let epochs = &self.epochs;
+        let state = || {
+            let (config, seed, epochs) = (settings.to_toml()?, settings.seed, epochs.clone());
+            Ok(RunState { config, seed, samples, position, epochs })
+        };
+        let ended = self.saver.stepped(&self.worker, state)?;
+        self.tell(ended);
+        let asked = saving::is_set(&self.asked);
+        let stops = match self.worker.session() {
+            Some(session) => {
+                if asked {
+                    session.ask_to_stop();
+                }
+                self.worker.stop_asked()
+            }
+            None => asked,
+        };
+        if stops && self.stop_at.is_none() {
+            // The step after this one is saved, on all workers.
+            self.stop_at = Some(self.worker.steps() + 1);
         }
         Ok(())
     }
@@ -157,24 +245,35 @@ impl Run<'_> {
         let Settings { model, data, batch, .. } = self.settings;
         let workers = self.worker.session().map_or(1, Session::workers);
         let (workers, much) = (crate::report::units::plural(workers as u64, "worker"), self.steps);
-        format!("{model} on {data}: {workers} with batches of {batch}, {much} steps")
+        let from = match &self.settings.resumed {
+            Some(resumed) => format!(", goes on after step {}", resumed.at.step),
+            None => String::new(),
+        };
+        format!("{model} on {data}: {workers} with batches of {batch}, {much} steps{from}")
     }
 
     /// Takes `steps` steps, then tests and tells the others.
     fn epoch(&mut self, steps: u64) -> anyhow::Result<()> {
         let began = Instant::now();
         let first = self.worker.steps();
+        let epoch = self.loader.position().epoch + 1;
         let ranks = self.worker.session().map_or(1, Session::workers);
         let mut total = Loss::default();
         let mut losses = Vec::new();
         let mut times = Vec::new();
         let mut digests = Vec::new();
+        let ends_epoch = steps == self.loader.steps_left();
         for step in 0..steps {
+            if self.is_stopped() {
+                break;
+            }
             let start = Instant::now();
+            self.save_next(ends_epoch && step + 1 == steps)?;
             let batch = self.loader.next()?;
             self.images += batch.total as u64;
             let rate = self.settings.schedule.at(self.settings.lr, self.worker.steps());
             let loss = self.worker.step(&batch, rate)?;
+            self.stepped()?;
             if self.settings.verify_replicas {
                 digests.push(self.worker.digest()?);
             }
@@ -182,7 +281,7 @@ impl Run<'_> {
             losses.push((loss.sum, loss.count));
             times.push(start.elapsed().as_secs_f64());
             let spent = (self.stepping + began.elapsed()).as_secs_f64();
-            let done = self.worker.steps() as f64;
+            let (done, all) = (self.worker.steps() - self.first.0, self.steps - self.first.0);
             self.screen.step(
                 Instant::now(),
                 StepProgress {
@@ -190,7 +289,7 @@ impl Run<'_> {
                     loss: total.mean(),
                     accuracy: total.accuracy(),
                     images_per_second: (total.count * ranks) as f64 / began.elapsed().as_secs_f64(),
-                    seconds_left: spent / done * (self.steps as f64 - done),
+                    seconds_left: spent / done as f64 * (all - done) as f64,
                 },
             );
         }
@@ -198,15 +297,20 @@ impl Run<'_> {
         let spent = began.elapsed();
         self.stepping += spent;
         let done = self.worker.steps() >= self.steps;
+        let whole = self.worker.steps() - first == steps;
         let test = self.settings.test == Test::Epoch || (self.settings.test == Test::End && done);
-        let tested = if test { self.evaluate()? } else { None };
+        let tested = if test && whole { self.evaluate()? } else { None };
         let topic = format!("epoch {}", self.epochs.len());
         let digests = std::mem::take(&mut digests);
         let facts = EpochFacts { losses, correct: total.correct, tested, digests };
         let facts = gather(&self.worker, &topic, &facts)?;
         check_replicas(first, &facts)?;
-        self.note_epoch(first, &facts, &times, spent);
+        self.note_epoch(epoch, first, &facts, &times, spent);
         self.step_times.extend(times);
+        if !done {
+            let steps = self.worker.steps();
+            self.leave_report(&format!("this was written after step {steps} of {}", self.steps));
+        }
         Ok(())
     }
 
@@ -228,7 +332,14 @@ impl Run<'_> {
     }
 
     /// What all workers together did in an epoch.
-    fn note_epoch(&mut self, first: u64, facts: &[EpochFacts], times: &[f64], spent: Duration) {
+    fn note_epoch(
+        &mut self,
+        epoch: u64,
+        first: u64,
+        facts: &[EpochFacts],
+        times: &[f64],
+        spent: Duration,
+    ) {
         let mut sum = 0.0;
         let mut count = 0;
         let mut at = self.began.elapsed().as_secs_f64() - times.iter().sum::<f64>();
@@ -241,7 +352,7 @@ impl Run<'_> {
             let number = first + step as u64;
             self.curve.push(CurvePoint {
                 step: number,
-                epoch: (number + 1) as f64 / self.steps_per_epoch as f64,
+                epoch: self.epoch_of(number + 1),
                 seconds: at,
                 loss: loss / samples as f64,
             });
@@ -250,7 +361,7 @@ impl Run<'_> {
         let tested = facts.iter().filter_map(|worker| worker.tested);
         let (right, tested) = tested.fold((0, 0), |(r, n), part| (r + part.0, n + part.1));
         let epoch = EpochReport {
-            epoch: self.epochs.len() as u64 + 1,
+            epoch,
             seconds: spent.as_secs_f64(),
             train_loss: sum / count as f64,
             train_accuracy: correct as f64 / count as f64,
@@ -265,12 +376,17 @@ impl Run<'_> {
     /// Tells the others what this worker did, ends the job, and on rank 0 writes the report.
     fn finish(mut self, json: bool) -> anyhow::Result<()> {
         let seconds = self.began.elapsed().as_secs_f64();
-        let facts = self.facts()?;
+        let digest = self.worker.digest()?;
+        let facts = self.facts(digest);
         let all = gather(&self.worker, "result", &facts)?;
         let timeline = self.timeline();
         let report = (self.rank == 0).then(|| self.report(seconds, &all, timeline)).transpose()?;
         self.worker.finish()?;
-        let Some(report) = report else { return Ok(()) };
+        let Some(mut report) = report else { return Ok(()) };
+        if report.steps < self.steps {
+            let (step, steps) = (report.steps, self.steps);
+            report.partial = Some(format!("it was asked to end after step {step} of {steps}"));
+        }
         let page = self.settings.report.join(REPORT_PAGE);
         self.screen.finish(&report, &page);
         if json {
@@ -284,12 +400,28 @@ impl Run<'_> {
         Ok(())
     }
 
-    fn facts(&mut self) -> anyhow::Result<FinalFacts> {
-        let digest = self.worker.digest()?;
+    /// Leaves a report of what there is so far, on rank 0: if nothing comes after it, people find this
+    /// one. A report that cannot be written does not stop the training.
+    fn leave_report(&self, why: &str) {
+        if self.rank != 0 || self.curve.is_empty() {
+            return;
+        }
+        let seconds = self.began.elapsed().as_secs_f64();
+        let own = [self.facts(String::new())];
+        let left = self.report(seconds, &own, self.timeline()).and_then(|report| {
+            let partial = Some(why.to_owned());
+            Report { partial, ..report }.write(&self.settings.report)
+        });
+        if let Err(error) = left {
+            tracing::warn!("no report was left: {error:#}");
+        }
+    }
+
+    fn facts(&self, digest: String) -> FinalFacts {
         let now = Before::of(self.worker.session());
         let stats = self.worker.stats();
         let layers = now.layers.iter().zip(&self.before.layers).map(|(now, before)| now - before);
-        Ok(FinalFacts {
+        FinalFacts {
             node: NodeReport {
                 rank: self.rank,
                 role: "worker".into(),
@@ -301,11 +433,11 @@ impl Run<'_> {
             layers: layers.collect(),
             digest,
             hidden: stats.hidden_fraction(),
-        })
+        }
     }
 
     fn report(
-        &mut self,
+        &self,
         seconds: f64,
         workers: &[FinalFacts],
         timeline: Timeline,
@@ -319,22 +451,23 @@ impl Run<'_> {
             );
         }
         let settings = self.settings;
-        let mut layers = std::mem::take(&mut self.plan);
+        let (steps, taken) = (self.worker.steps(), self.worker.steps() - self.first.0);
+        let mut layers = self.plan.clone();
         for (position, layer) in layers.iter_mut().enumerate() {
             let sent: u64 = workers.iter().filter_map(|w| w.layers.get(position)).sum();
-            layer.bytes_sent_per_step = sent / workers.len() as u64 / self.steps;
+            layer.bytes_sent_per_step = sent / workers.len() as u64 / taken.max(1);
         }
         let mean =
             |of: fn(&FinalFacts) -> f64| workers.iter().map(of).sum::<f64>() / workers.len() as f64;
         Ok(Report {
             model: settings.model()?.name,
             data: settings.data.clone(),
-            workers: workers.len() as u16,
+            workers: self.settings.workers,
             servers: settings.servers.to_string(),
             threads_per_worker: settings.threads_per_worker.into(),
             batch: settings.batch as usize,
-            steps: self.steps,
-            epochs: self.steps as f64 / self.steps_per_epoch as f64,
+            steps,
+            epochs: self.epoch_of(steps),
             seconds,
             images_per_second: self.images as f64 / self.stepping.as_secs_f64(),
             step_seconds: Quantiles::of(&self.step_times),
@@ -342,17 +475,21 @@ impl Run<'_> {
             test_accuracy: self.epochs.last().and_then(|epoch| epoch.test_accuracy),
             overlap_hidden_fraction: mean(|w| w.hidden),
             parameter_digest: workers[0].digest.clone(),
-            digests: std::mem::take(&mut self.digests),
+            digests: self.digests.clone(),
             scheme: settings.scheme.to_string(),
             overlap: settings.overlap.to_string(),
             seed: settings.seed,
             deterministic: settings.deterministic,
             version: env!("CARGO_PKG_VERSION").into(),
             command: command(),
+            date: self.date.clone(),
+            host: rustix::system::uname().nodename().to_string_lossy().into_owned(),
+            steps_before: self.first.0,
+            partial: None,
             layers,
             nodes: workers.iter().map(|worker| worker.node.clone()).collect(),
-            curve: std::mem::take(&mut self.curve),
-            epochs_done: std::mem::take(&mut self.epochs),
+            curve: self.curve.clone(),
+            epochs_done: self.epochs.clone(),
             timeline,
             config: settings.to_toml()?,
         })

@@ -70,6 +70,9 @@ pub enum Optimizer {
         weight_decay: f32,
         /// Look ahead by one application of momentum.
         nesterov: bool,
+        /// Go up the gradient instead of down: the gradient is negated before all else.
+        #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+        maximize: bool,
         /// How contributions are combined.
         reduction: Reduction,
     },
@@ -108,6 +111,9 @@ pub enum Optimizer {
         eps: f32,
         /// L2 penalty, added to the gradient.
         weight_decay: f32,
+        /// Go up the gradient instead of down: the gradient is negated before all else.
+        #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+        maximize: bool,
         /// How contributions are combined.
         reduction: Reduction,
     },
@@ -123,6 +129,9 @@ pub enum Optimizer {
         eps: f32,
         /// Share of the parameters, times the rate, that a step removes.
         weight_decay: f32,
+        /// Go up the gradient instead of down: the gradient is negated before all else.
+        #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+        maximize: bool,
         /// How contributions are combined.
         reduction: Reduction,
     },
@@ -193,6 +202,7 @@ impl Optimizer {
             dampening: 0.0,
             weight_decay: 0.0,
             nesterov: false,
+            maximize: false,
             reduction: Reduction::default(),
         }
     }
@@ -214,6 +224,7 @@ impl Optimizer {
             beta2: 0.999,
             eps: 1e-8,
             weight_decay: 0.0,
+            maximize: false,
             reduction: Reduction::default(),
         }
     }
@@ -225,6 +236,7 @@ impl Optimizer {
             beta2: 0.999,
             eps: 1e-8,
             weight_decay: 0.01,
+            maximize: false,
             reduction: Reduction::default(),
         }
     }
@@ -327,9 +339,19 @@ impl Optimizer {
         }
     }
 
+    fn maximizes(&self) -> bool {
+        match *self {
+            Self::Reduce(_) | Self::CaffeSgd { .. } => false,
+            Self::Sgd { maximize, .. }
+            | Self::Adam { maximize, .. }
+            | Self::AdamW { maximize, .. } => maximize,
+        }
+    }
+
     /// One step with the instructions of `arch`. The result does not depend on it.
     fn step_on(&self, arch: Arch, step: Step<'_>) {
         let Step { parameters, sum, scale, rate, clock, state } = step;
+        let scale = if self.maximizes() { -scale } else { scale };
         let len = parameters.len();
         assert_eq!(sum.len(), len, "the sum of a chunk is as long as its parameters");
         assert_ne!(clock, Clock(0), "clock 0 is the initial value, the first step has clock 1");

@@ -19,6 +19,9 @@ fn steppers() -> Vec<Optimizer> {
         "adam:beta1=0,beta2=0",
         "adamw",
         "adamw:weight-decay=0.5",
+        "sgd:momentum=0.9,weight-decay=0.1,maximize",
+        "adam:weight-decay=0.1,maximize",
+        "adamw:maximize",
     ]
     .map(|text| text.parse().unwrap())
     .into()
@@ -100,6 +103,9 @@ impl Reference {
             Reduction::Mean => mean,
             Reduction::Sum => mean * workers,
         };
+        if optimizer.to_string().contains("maximize") {
+            g = -g;
+        }
         match *optimizer {
             Optimizer::Reduce(_) => unreachable!(),
             Optimizer::Sgd { momentum, dampening, weight_decay, nesterov, .. } => {
@@ -318,7 +324,7 @@ fn add_and_scale_touch_every_element() {
 #[test]
 fn state_is_counted() {
     let counts: Vec<_> = steppers().iter().map(Optimizer::state_vectors).collect();
-    assert_eq!(counts, [0, 0, 1, 1, 1, 0, 1, 1, 2, 2, 2, 2, 2]);
+    assert_eq!(counts, [0, 0, 1, 1, 1, 0, 1, 1, 2, 2, 2, 2, 2, 1, 2, 2]);
     assert!(steppers().iter().all(|optimizer| !optimizer.is_stateless()));
     assert!(Optimizer::default().is_stateless());
     assert_eq!(Optimizer::default().state_vectors(), 0);
@@ -343,6 +349,7 @@ fn invalid_numbers_are_refused() {
         dampening,
         weight_decay,
         nesterov,
+        maximize: false,
         reduction: Reduction::Mean,
     };
     let caffe = |momentum, weight_decay, nesterov| Optimizer::CaffeSgd {
@@ -356,6 +363,7 @@ fn invalid_numbers_are_refused() {
         beta2,
         eps,
         weight_decay,
+        maximize: false,
         reduction: Reduction::Mean,
     };
     let adamw = |beta1, beta2, eps, weight_decay| Optimizer::AdamW {
@@ -363,6 +371,7 @@ fn invalid_numbers_are_refused() {
         beta2,
         eps,
         weight_decay,
+        maximize: false,
         reduction: Reduction::Mean,
     };
     let cases = [

@@ -175,11 +175,12 @@ impl Optimizer {
     fn fields(&mut self) -> Vec<(&'static str, Field<'_>)> {
         match self {
             Self::Reduce(_) => Vec::new(),
-            Self::Sgd { momentum, dampening, weight_decay, nesterov, reduction } => vec![
+            Self::Sgd { momentum, dampening, weight_decay, nesterov, maximize, reduction } => vec![
                 ("momentum", Field::Single(momentum)),
                 ("dampening", Field::Single(dampening)),
                 ("weight-decay", Field::Single(weight_decay)),
                 ("nesterov", Field::Flag(nesterov)),
+                ("maximize", Field::Flag(maximize)),
                 ("reduction", Field::Reduction(reduction)),
             ],
             Self::CaffeSgd { momentum, weight_decay, nesterov, reduction } => vec![
@@ -188,12 +189,13 @@ impl Optimizer {
                 ("nesterov", Field::Flag(nesterov)),
                 ("reduction", Field::Reduction(reduction)),
             ],
-            Self::Adam { beta1, beta2, eps, weight_decay, reduction }
-            | Self::AdamW { beta1, beta2, eps, weight_decay, reduction } => vec![
+            Self::Adam { beta1, beta2, eps, weight_decay, maximize, reduction }
+            | Self::AdamW { beta1, beta2, eps, weight_decay, maximize, reduction } => vec![
                 ("beta1", Field::Double(beta1)),
                 ("beta2", Field::Double(beta2)),
                 ("eps", Field::Single(eps)),
                 ("weight-decay", Field::Single(weight_decay)),
+                ("maximize", Field::Flag(maximize)),
                 ("reduction", Field::Reduction(reduction)),
             ],
         }
@@ -263,6 +265,7 @@ mod tests {
                 dampening: 0.0,
                 weight_decay: 1e-4,
                 nesterov: true,
+                maximize: false,
                 reduction: Reduction::Mean,
             })
         );
@@ -276,12 +279,13 @@ mod tests {
             })
         );
         assert_eq!(
-            parse("adam:beta1=0.5,beta2=0.25,eps=1e-6,weight-decay=2,reduction=sum"),
+            parse("adam:beta1=0.5,beta2=0.25,eps=1e-6,weight-decay=2,maximize,reduction=sum"),
             Ok(Optimizer::Adam {
                 beta1: 0.5,
                 beta2: 0.25,
                 eps: 1e-6,
                 weight_decay: 2.0,
+                maximize: true,
                 reduction: Reduction::Sum,
             })
         );
@@ -334,12 +338,14 @@ mod tests {
         use proptest::num::f32::{NORMAL, POSITIVE, SUBNORMAL, ZERO};
         let positive = || POSITIVE | NORMAL | SUBNORMAL;
         let not_negative = move || positive() | ZERO;
-        let sgd = (not_negative(), NORMAL | ZERO, not_negative(), reductions()).prop_map(
-            |(momentum, dampening, weight_decay, reduction)| Optimizer::Sgd {
+        let numbers = (not_negative(), NORMAL | ZERO, not_negative());
+        let sgd = (numbers, any::<bool>(), reductions()).prop_map(
+            |((momentum, dampening, weight_decay), maximize, reduction)| Optimizer::Sgd {
                 momentum,
                 dampening,
                 weight_decay,
                 nesterov: false,
+                maximize,
                 reduction,
             },
         );
@@ -351,11 +357,13 @@ mod tests {
                 reduction,
             },
         );
-        let adam = (0.0..1.0, 0.0..1.0, positive(), not_negative(), reductions(), any::<bool>())
-            .prop_map(|(beta1, beta2, eps, weight_decay, reduction, decoupled)| match decoupled {
-                true => Optimizer::AdamW { beta1, beta2, eps, weight_decay, reduction },
-                false => Optimizer::Adam { beta1, beta2, eps, weight_decay, reduction },
-            });
+        let numbers = (0.0..1.0, 0.0..1.0, positive(), not_negative());
+        let adam = (numbers, reductions(), any::<bool>(), any::<bool>()).prop_map(
+            |((beta1, beta2, eps, weight_decay), reduction, maximize, decoupled)| match decoupled {
+                true => Optimizer::AdamW { beta1, beta2, eps, weight_decay, maximize, reduction },
+                false => Optimizer::Adam { beta1, beta2, eps, weight_decay, maximize, reduction },
+            },
+        );
         prop_oneof![reductions().prop_map(Optimizer::Reduce), sgd, caffe_sgd, adam]
     }
 

@@ -1,7 +1,6 @@
 use super::*;
-use crate::Servers;
 use crate::cost::Setting;
-use crate::{Port, Rate};
+use crate::{Encoding, Port, Rate, Servers};
 use proptest::prelude::*;
 use std::collections::HashMap;
 
@@ -251,4 +250,24 @@ proptest! {
             prop_assert!(expected > 0.0 || got == 0);
         }
     }
+}
+
+/// Small layers are cut where a shard's share of the bytes ends, whatever their widths.
+#[test]
+fn shards_have_equal_bytes_of_layers_of_different_encodings() {
+    let cluster = Cluster::new(4, Servers::Colocated, 1).unwrap();
+    let small =
+        |(n, encodings): (usize, Encodings)| Layer::new(format!("{n}"), 7001).encoded(encodings);
+    let bf16 = Encodings::both(Encoding::Bf16);
+    let halves =
+        [bf16, Encodings::default(), bf16, bf16, Encodings::default(), Encodings::default()];
+    let layers: Vec<Layer> = halves.into_iter().enumerate().map(small).collect();
+    let plan = Plan::new(&cluster, &layers, Rules::default());
+    let mut held = HashMap::new();
+    for (chunk, shard) in plan.all_chunks() {
+        *held.entry(shard).or_insert(0) += plan.payload(chunk, Kind::Update);
+    }
+    let most = held.values().max().unwrap();
+    let least = held.values().min().unwrap();
+    assert!(held.len() > 1 && most - least <= 8, "{held:?}");
 }

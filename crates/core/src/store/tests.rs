@@ -3,6 +3,8 @@ use crate::plan::Rules;
 use crate::{ChunkSize, Cluster, LaneId, Layer, LayerId, Reduction, Servers};
 use proptest::prelude::*;
 
+mod encodings;
+
 const KEY: ChunkKey = ChunkKey { layer: LayerId(0), index: 0 };
 const SUM: Optimizer = Optimizer::Reduce(Reduction::Sum);
 
@@ -13,7 +15,7 @@ fn store(workers: u16, len: usize, optimizer: Optimizer, order: Order) -> Store 
     let plan =
         Plan::new(&cluster, &[Layer::new("l", len)], Rules { chunk: size, ..Rules::default() });
     let shard = Shard { node: NodeId(workers), lane: LaneId(0) };
-    Store::new(&plan, shard, optimizer, order)
+    Store::new(&plan, shard, |_| &optimizer, order)
 }
 
 fn header(kind: Kind, worker: u16, clock: u64, len: usize) -> Header {
@@ -25,14 +27,14 @@ fn header(kind: Kind, worker: u16, clock: u64, len: usize) -> Header {
 fn push(store: &mut Store, worker: u16, clock: u64, values: &[f32]) -> Option<Completed> {
     let header = header(Kind::Push, worker, clock, values.len());
     let mut sum = store.handle_push(&header, Duration::ZERO).unwrap();
-    store.handle_piece(&mut sum, values, None);
+    store.handle_piece(&mut sum, bytemuck::cast_slice(values), None);
     store.handle_contributed(sum, None)
 }
 
 /// The result of a chunk nobody lent memory for.
 fn held(completed: Option<Completed>) -> Arc<[f32]> {
     match completed.expect("the chunk is complete").result {
-        Outcome::Held(result) => result,
+        Outcome::Held(Block::Whole(result)) => result,
         other => panic!("nobody lent memory, and there are numbers: {other:?}"),
     }
 }
@@ -48,9 +50,38 @@ fn a_chunk_goes_out_when_its_count_equals_the_number_of_workers() {
         assert_eq!((done.key, done.clock), (KEY, Clock(clock)));
         let result = held(Some(done));
         assert_eq!(&result[..], [111.0 * c; 4]);
-        store.release(result);
+        store.release(Block::Whole(result));
     }
     assert_eq!(store.bytes(), 16, "one recycled buffer serves every clock");
+}
+
+#[test]
+fn layers_of_one_shard_have_rules_of_their_own() {
+    let cluster = Cluster::new(2, Servers::Dedicated(1), 1).unwrap();
+    let layers = [Layer::new("stepped", 2), Layer::new("counted", 2)];
+    let plan = Plan::new(&cluster, &layers, Rules::default());
+    let shard = Shard { node: NodeId(2), lane: LaneId(0) };
+    let rules: [Optimizer; 2] = [Optimizer::sgd(), SUM];
+    let mut store = Store::new(&plan, shard, |layer| &rules[layer.index()], Order::Arrival);
+    let mut contribute = |kind, layer, worker, clock, values: &[f32]| {
+        let chunk = ChunkKey { layer: LayerId(layer), index: 0 };
+        let header = Header { chunk, ..header(kind, worker, clock, values.len()) };
+        let mut sum = store.handle_push(&header, Duration::ZERO)?;
+        store.handle_piece(&mut sum, bytemuck::cast_slice(values), None);
+        Ok(store.handle_contributed(sum, None))
+    };
+    // Only the layer that is stepped needs initial values.
+    let early = contribute(Kind::Push, 0, 0, 1, &[1.0; 2]);
+    assert!(matches!(early, Err(Violation::NotInitialised)), "{early:?}");
+    contribute(Kind::Init, 0, 0, 0, &[8.0, 4.0]).unwrap();
+    contribute(Kind::Init, 0, 1, 0, &[]).unwrap();
+    for layer in 0..2 {
+        contribute(Kind::Push, layer, 0, 1, &[1.0, 2.0]).unwrap();
+    }
+    let stepped = held(contribute(Kind::Push, 0, 1, 1, &[3.0, 2.0]).unwrap());
+    let counted = held(contribute(Kind::Push, 1, 1, 1, &[3.0, 2.0]).unwrap());
+    assert_eq!(stepped[..], [8.0 - 0.5 * 2.0, 4.0 - 0.5 * 2.0], "a step with the mean");
+    assert_eq!(counted[..], [4.0, 4.0], "the sum");
 }
 
 #[test]
@@ -70,7 +101,7 @@ fn server_side_sgd_starts_from_worker_zeros_values() {
     let ready = store.handle_push(&header(Kind::Init, 1, 0, 0), Duration::ZERO).unwrap();
     assert!(store.handle_contributed(ready, None).is_none());
     let mut init = store.handle_push(&header(Kind::Init, 0, 0, 2), Duration::ZERO).unwrap();
-    store.handle_piece(&mut init, &[1.0, 2.0], None);
+    store.handle_piece(&mut init, bytemuck::cast_slice(&[1f32, 2.0]), None);
     let initial = store.handle_contributed(init, None).unwrap();
     assert_eq!(initial.clock, Clock(0));
     let initial = held(Some(initial));
@@ -93,8 +124,8 @@ fn a_worker_that_is_first_lends_its_memory_for_the_sum() {
     assert!(store.handle_contributed(loan, Some(&mut memory)).is_none());
     let mut sum = store.handle_push(&header(Kind::Push, 0, 1, 2), Duration::ZERO).unwrap();
     assert!(sum.is_lent());
-    store.handle_piece(&mut sum, &[10.0], Some(&mut memory));
-    store.handle_piece(&mut sum, &[20.0], Some(&mut memory));
+    store.handle_piece(&mut sum, bytemuck::cast_slice(&[10f32]), Some(&mut memory));
+    store.handle_piece(&mut sum, bytemuck::cast_slice(&[20f32]), Some(&mut memory));
     let done = store.handle_contributed(sum, Some(&mut memory)).unwrap();
     assert!(matches!(done.result, Outcome::Lent));
     assert_eq!(memory, [5.5, 11.0], "the mean, in place");
@@ -133,7 +164,7 @@ fn a_stall_names_the_chunk_the_clock_and_who_is_missing() {
     assert_eq!(store.poll_stalled(Duration::from_secs(99), limit), None);
     let opened = Duration::from_secs(100);
     let mut sum = store.handle_push(&header(Kind::Push, 1, 1, 2), opened).unwrap();
-    store.handle_piece(&mut sum, &[0.0; 2], None);
+    store.handle_piece(&mut sum, bytemuck::cast_slice(&[0f32; 2]), None);
     store.handle_contributed(sum, None);
     assert_eq!(store.poll_stalled(Duration::from_secs(104), limit), None);
     let stall = store.poll_stalled(Duration::from_secs(106), limit).unwrap();
@@ -173,7 +204,7 @@ proptest! {
             let at = turns.next().unwrap() % open.len();
             let (sum, left) = &mut open[at];
             let (piece, rest) = left.split_at(cuts.next().unwrap().min(left.len()));
-            store.handle_piece(sum, piece, None);
+            store.handle_piece(sum, bytemuck::cast_slice(piece), None);
             *left = rest;
             if rest.is_empty() {
                 let (sum, _) = open.swap_remove(at);
@@ -196,14 +227,14 @@ fn a_collector_passes_a_sum_on_and_awaits_its_result_only_then() {
     assert_eq!(home.node, NodeId(0));
     let shard = Shard { node: NodeId(2), lane: home.lane };
     let adam = "adam".parse().unwrap();
-    let mut store = Store::new(&plan, shard, adam, Order::Arrival);
+    let mut store = Store::new(&plan, shard, |_| &adam, Order::Arrival);
     assert_eq!(store.contributors(key), [NodeId(2), NodeId(3)]);
     let len = plan.len(key);
     let contribute = |store: &mut Store, kind, worker: u16, clock: u64, len: usize| {
         let header = Header { chunk: key, ..header(kind, worker, clock, len) };
         let mut sum = store.handle_push(&header, Duration::ZERO)?;
         if len > 0 {
-            store.handle_piece(&mut sum, &vec![1.5; len], None);
+            store.handle_piece(&mut sum, bytemuck::cast_slice(&vec![1.5f32; len]), None);
         }
         Ok::<_, Violation>(store.handle_contributed(sum, None))
     };

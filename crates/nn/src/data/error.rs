@@ -141,12 +141,14 @@ pub enum DataError {
     #[error("the thread that reads ahead panicked: {0}")]
     Panicked(String),
     /// No batch came from the thread that reads ahead.
-    #[error("epoch {epoch}, step {step}: the batch was not read within {waited:?}: storage hangs")]
+    #[error(
+        "epoch {epoch}, after {samples} samples: the batch was not read within {waited:?}: storage hangs"
+    )]
     Stalled {
         /// The epoch of the batch.
         epoch: u64,
-        /// Its step within the epoch.
-        step: u64,
+        /// Samples of the epoch that were taken before.
+        samples: usize,
         /// How long was waited.
         waited: Duration,
     },

@@ -1,6 +1,6 @@
 //! Batches, read and transformed while the net is busy with the one before.
 
-use super::{DataError, Position, Sampler, Samples, Transform};
+use super::{DataError, Position, Sampler, Samples, Sampling, Transform};
 use std::any::Any;
 use std::ops::Range;
 use std::sync::Arc;
@@ -15,7 +15,7 @@ pub struct Batch<'a> {
     pub images: &'a [f32],
     /// The labels, one per image.
     pub labels: &'a [u32],
-    /// Which step this is.
+    /// Where its step begins.
     pub position: Position,
     /// Place of the first sample among those of all ranks in this step; in an [`Evaluation`], among
     /// all of the split.
@@ -34,6 +34,7 @@ pub struct Loader {
     thread: Option<JoinHandle<()>>,
     current: Buffer,
     next: Position,
+    sampling: Sampling,
     failure: Option<DataError>,
 }
 
@@ -43,7 +44,6 @@ pub struct Evaluation {
     transform: Transform,
     part: Range<usize>,
     batch: usize,
-    step: u64,
     buffer: Buffer,
 }
 
@@ -67,7 +67,7 @@ impl Loader {
         // neither side ever waits to hand one over.
         let (used, to_fill) = sync_channel(2);
         let (fill, filled) = sync_channel(2);
-        let next = sampler.position();
+        let (next, sampling) = (sampler.position(), *sampler.sampling());
         let read = move || read_ahead(&*samples, &transform, sampler, &to_fill, &fill);
         let thread = thread::Builder::new().name("poseidon-data".to_owned()).spawn(read);
         let thread = thread.map_err(|why| DataError::Thread(Arc::new(why)))?;
@@ -78,14 +78,20 @@ impl Loader {
             thread: Some(thread),
             current: Buffer::default(),
             next,
+            sampling,
             failure: None,
         })
     }
 
-    /// The step whose batch comes next: what to keep in a checkpoint, and to
+    /// Where the step begins whose batch comes next: what to keep in a checkpoint, and to
     /// [resume](Sampler::resume) at.
     pub fn position(&self) -> Position {
         self.next
+    }
+
+    /// Steps to the end of this epoch.
+    pub fn steps_left(&self) -> u64 {
+        self.sampling.steps_left(self.next)
     }
 
     /// The next batch. A loader that has failed stays failed, with the same error.
@@ -106,8 +112,8 @@ impl Loader {
             Err(RecvTimeoutError::Timeout) => {
                 // Dropping must not wait for it either.
                 self.thread = None;
-                let Position { epoch, step } = self.next;
-                return Err(self.fail(DataError::Stalled { epoch, step, waited: PATIENCE }));
+                let Position { epoch, samples } = self.next;
+                return Err(self.fail(DataError::Stalled { epoch, samples, waited: PATIENCE }));
             }
             Err(RecvTimeoutError::Disconnected) => {
                 let panic = self.thread.take().and_then(|thread| thread.join().err());
@@ -152,7 +158,7 @@ impl Evaluation {
         check_channels(&transform, &*samples)?;
         let cut = |rank| (samples.len() as u128 * rank as u128 / ranks as u128) as usize;
         let part = cut(rank)..cut(rank + 1);
-        Ok(Self { samples, transform, part, batch, step: 0, buffer: Buffer::default() })
+        Ok(Self { samples, transform, part, batch, buffer: Buffer::default() })
     }
 
     /// The next batch, `None` after the last. The last may be short.
@@ -164,11 +170,10 @@ impl Evaluation {
             return Ok(None);
         }
         self.buffer.fill(&*self.samples, &self.transform, start..end)?;
-        self.buffer.position = Position { epoch: 0, step: self.step };
+        self.buffer.position = Position { epoch: 0, samples: start };
         self.buffer.first = start as u64;
         self.buffer.total = self.samples.len();
         self.part.start = end;
-        self.step += 1;
         Ok(Some(self.buffer.batch()))
     }
 }

@@ -41,24 +41,24 @@ pub enum Partition {
     },
 }
 
-/// Where in the course of a training a sampler is: at the beginning of this step.
+/// Where in the course of a training a sampler is: between two steps. Another number of ranks can go on
+/// from here.
 #[derive(
     Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize,
 )]
 pub struct Position {
     /// How often all samples have been gone through.
     pub epoch: u64,
-    /// Steps since then.
-    pub step: u64,
+    /// Samples that all ranks together have taken since then. With private partitions: samples that
+    /// each rank has taken of its own.
+    pub samples: usize,
 }
 
 /// One step of one rank.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Step<'a> {
-    /// Epoch, counted from 0.
-    pub epoch: u64,
-    /// Step in the epoch, counted from 0.
-    pub step_in_epoch: u64,
+    /// Where it begins.
+    pub position: Position,
     /// The samples to read, in order. Never none.
     pub indices: &'a [u32],
     /// Place of the first of them among the samples of all ranks in this step.
@@ -68,12 +68,26 @@ pub struct Step<'a> {
     pub total: usize,
 }
 
+impl Sampling {
+    /// Steps from `position` to the end of its epoch.
+    pub fn steps_left(&self, position: Position) -> u64 {
+        let Self { samples, ranks, batch, partition, .. } = *self;
+        let steps = match partition {
+            Partition::Shared => {
+                let (left, step) = (samples.saturating_sub(position.samples), ranks * batch);
+                left / step + usize::from(left % step >= ranks)
+            }
+            Partition::Private { smallest } => smallest.saturating_sub(position.samples) / batch,
+        };
+        steps as u64
+    }
+}
+
 /// Deals out samples, step by step, for ever.
 #[derive(Clone, Debug)]
 pub struct Sampler {
     sampling: Sampling,
     position: Position,
-    steps: u64,
     /// The order of all samples in the epoch of this number.
     order: Vec<u32>,
     ordered: Option<u64>,
@@ -95,12 +109,10 @@ impl Sampler {
         if samples > u32::MAX as usize {
             return refuse("samples", format!("at most {}", u32::MAX), samples);
         }
-        let steps = match partition {
+        match partition {
             Partition::Shared => {
                 let step = ranks.checked_mul(batch).filter(|&step| step <= samples);
-                let step = step.ok_or(DataError::BatchTooLarge { batch, ranks, samples })?;
-                let with_rest = samples % step >= ranks;
-                samples / step + usize::from(with_rest)
+                step.ok_or(DataError::BatchTooLarge { batch, ranks, samples })?;
             }
             Partition::Private { smallest } => {
                 if smallest > samples {
@@ -110,13 +122,11 @@ impl Sampler {
                     let samples = smallest;
                     return Err(DataError::BatchTooLarge { batch, ranks: 1, samples });
                 }
-                smallest / batch
             }
-        };
+        }
         Ok(Self {
             sampling,
             position: Position::default(),
-            steps: steps as u64,
             order: (0..samples as u32).collect(),
             ordered: None,
         })
@@ -129,61 +139,59 @@ impl Sampler {
 
     /// Steps in every epoch.
     pub fn steps_per_epoch(&self) -> u64 {
-        self.steps
+        self.sampling.steps_left(Position::default())
     }
 
-    /// The step that comes next.
+    /// Where the step that comes next begins.
     pub fn position(&self) -> Position {
         self.position
     }
 
-    /// Goes on at `position`, as if all steps before it had been taken.
+    /// Goes on at `position`, as if all steps before it had been taken, perhaps by other ranks. What is
+    /// left of the epoch may be too little for a step; then the next epoch begins.
     pub fn resume(&mut self, position: Position) -> Result<(), DataError> {
-        if position.step >= self.steps {
+        let samples = match self.sampling.partition {
+            Partition::Shared => self.sampling.samples,
+            Partition::Private { smallest } => smallest,
+        };
+        if position.samples > samples {
             return Err(DataError::Sampling {
-                what: "step to resume at",
-                expected: format!("less than the {} steps of an epoch", self.steps),
-                got: position.step,
+                what: "samples taken before",
+                expected: format!("at most the {samples} of an epoch"),
+                got: position.samples as u64,
             });
         }
-        self.position = position;
+        self.go_to(position);
         Ok(())
+    }
+
+    fn go_to(&mut self, position: Position) {
+        self.position = match self.sampling.steps_left(position) {
+            0 => Position { epoch: position.epoch + 1, samples: 0 },
+            _ => position,
+        };
     }
 
     /// Takes a step.
     pub fn next_step(&mut self) -> Step<'_> {
-        let Position { epoch, step } = self.position;
+        let position @ Position { epoch, samples: taken } = self.position;
         if self.ordered != Some(epoch) {
             self.shuffle(epoch);
             self.ordered = Some(epoch);
         }
-        self.position = match step + 1 {
-            next if next == self.steps => Position { epoch: epoch + 1, step: 0 },
-            next => Position { epoch, step: next },
-        };
-
         let Sampling { rank, ranks, batch, partition, .. } = self.sampling;
-        // Below `samples`, because the step is one of the epoch's.
-        let step_in_order = step as usize;
-        let (start, first, len, total) = match partition {
+        let (start, first, len, total, next) = match partition {
             Partition::Shared => {
-                let start = step_in_order * ranks * batch;
-                let total = (self.order.len() - start).min(ranks * batch);
+                let total = (self.order.len() - taken).min(ranks * batch);
                 let (even, extra) = (total / ranks, total % ranks);
                 let first = rank * even + rank.min(extra);
-                (start + first, first, even + usize::from(rank < extra), total)
+                let len = even + usize::from(rank < extra);
+                (taken + first, first, len, total, taken + total)
             }
-            Partition::Private { .. } => {
-                (step_in_order * batch, rank * batch, batch, ranks * batch)
-            }
+            Partition::Private { .. } => (taken, rank * batch, batch, ranks * batch, taken + batch),
         };
-        Step {
-            epoch,
-            step_in_epoch: step,
-            indices: &self.order[start..start + len],
-            first: first as u64,
-            total,
-        }
+        self.go_to(Position { epoch, samples: next });
+        Step { position, indices: &self.order[start..start + len], first: first as u64, total }
     }
 
     /// Puts the samples in the order of `epoch`. Depends on nothing but the seed, the epoch and, for
@@ -247,7 +255,7 @@ mod tests {
             assert_eq!(sampler.next_step().total, 6);
             let step = sampler.next_step();
             assert_eq!((step.first, step.indices.len(), step.total), (first, len, 4));
-            assert_eq!(sampler.position(), Position { epoch: 1, step: 0 });
+            assert_eq!(sampler.position(), Position { epoch: 1, samples: 0 });
         }
     }
 
@@ -283,8 +291,8 @@ mod tests {
         );
         let mut sampler = Sampler::new(Sampling { batch: 4, ..TEN }).unwrap();
         assert_eq!(
-            sampler.resume(Position { epoch: 0, step: 3 }).unwrap_err().to_string(),
-            "step to resume at: expected less than the 3 steps of an epoch, got 3"
+            sampler.resume(Position { epoch: 0, samples: 11 }).unwrap_err().to_string(),
+            "samples taken before: expected at most the 10 of an epoch, got 11"
         );
     }
 }

@@ -79,7 +79,12 @@ impl Shared {
         }
     }
 
-    fn report(&self, completion: &Completion, outcome: Result<(), Error>) {
+    /// Why nothing can be begun any more, if the channel is closed.
+    pub(super) fn closed(&self) -> Option<Error> {
+        self.lock().closed.clone()
+    }
+
+    pub(super) fn report(&self, completion: &Completion, outcome: Result<(), Error>) {
         if let Some(name) = completion.finish(outcome) {
             self.lock().completed.push_back(name);
             self.changed.notify_all();

@@ -6,19 +6,23 @@
 //! * `request`: what may be asked of a group. `tensor`: memory lent for an operation. `work`: how
 //!   an operation ended.
 //! * `members`: which ranks send to which. `flow`: what an operation sends, awaits and passes on.
+//! * `device`: operations on tensors of a device. `start_order`: in which order operations begin.
 //! * `operation`: how far an operation is. `channel`: which operation a frame belongs to.
 
 mod channel;
+mod device;
 mod flow;
 mod members;
 mod operation;
 mod request;
+mod start_order;
 mod tensor;
 mod work;
 
 #[cfg(test)]
 mod tests;
 
+pub use device::DeviceTensor;
 pub(crate) use members::Members;
 pub use request::Request;
 pub use tensor::Tensor;
@@ -28,6 +32,7 @@ use crate::Error;
 use crate::engine::driver::Driver;
 use channel::{Command, GroupChannel, Shared};
 use poseidon_core::{ChannelId, NodeId};
+use start_order::{Start, StartOrder};
 use std::any::Any;
 use std::fmt;
 use std::sync::Arc;
@@ -41,6 +46,7 @@ pub struct Group {
     ranks: Vec<NodeId>,
     shared: Arc<Shared>,
     driver: Arc<Driver>,
+    start_order: Arc<StartOrder>,
     /// The owner of the links. The group holds it, so that the links stay open while the group
     /// lives.
     links: Option<Arc<dyn Any + Send + Sync>>,
@@ -69,7 +75,8 @@ impl Group {
         let (rank, ranks) = (members.rank, members.nodes.clone());
         let channel = GroupChannel::new(id, members, shared.clone());
         driver.attach(Box::new(channel));
-        Self { rank, ranks, shared, driver, links: Some(links) }
+        let start_order = Arc::new(StartOrder::new(shared.clone(), driver.clone()));
+        Self { rank, ranks, shared, driver, start_order, links: Some(links) }
     }
 
     /// This process's rank in the group.
@@ -93,7 +100,8 @@ impl Group {
     }
 
     /// Begins an operation. `keep_alive` is what owns the operation's tensors, and is held until
-    /// the operation is done.
+    /// the operation is done. Returns at once, also while tensors of an earlier operation are
+    /// leaving a device: the operation begins after that one.
     pub fn begin(
         &self,
         request: Request,
@@ -103,10 +111,9 @@ impl Group {
         self.driver.check_owner()?;
         request.check(self.rank, self.size())?;
         let completion = Arc::new(Completion::new(keep_alive));
-        let work = Work { completion: completion.clone(), driver: self.driver.clone() };
-        self.shared.command(Command::Begin { request, timeout: terms.timeout, completion });
-        self.driver.nudge(terms.waits);
-        Ok(work)
+        let start = Start { request, timeout: terms.timeout, completion: completion.clone() };
+        let queued = self.start_order.begin(start, terms.waits);
+        Ok(Work { completion, driver: self.driver.clone(), arrival: None, queued })
     }
 
     /// Waits until an operation that is [followed](Work::follow) is done and returns its name, once. None when the

@@ -1,17 +1,37 @@
 //! An operation that is under way, as its program sees it.
 
+use super::start_order::Queued;
 use crate::Error;
 use crate::engine::driver::Driver;
+use poseidon_device::{Copier, Fault, SharedEvent, Stream};
 use std::any::Any;
 use std::fmt;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 /// An operation of a group. The operation goes on when its `Work` is dropped.
 pub struct Work {
     pub(super) completion: Arc<Completion>,
     pub(super) driver: Arc<Driver>,
+    /// If its tensors are on a device.
+    pub(super) arrival: Option<Arrival>,
+    /// If others had to begin first when it was asked for.
+    pub(super) queued: Option<Queued>,
+}
+
+/// How an operation's results come to a device, and who waits for that.
+#[derive(Clone)]
+pub(super) struct Arrival(Arc<Arriving>);
+
+struct Arriving {
+    /// The operation, in words.
+    operation: String,
+    copier: Arc<Copier>,
+    /// Passed by the copies of the results.
+    event: SharedEvent,
+    gate: Mutex<()>,
+    changed: Condvar,
 }
 
 /// How an operation ended, once it has ended. The group's channel writes this, once.
@@ -33,13 +53,35 @@ impl Work {
     pub fn wait(&self, patience: Duration) -> Result<bool, Error> {
         if !self.completion.is_done() {
             self.driver.check_owner()?;
-            let deadline = Instant::now().checked_add(patience);
-            self.driver.wait(|| self.completion.is_done(), deadline);
+            match &self.arrival {
+                Some(arrival) => arrival.wait(&self.completion, patience),
+                None => self.drive(patience),
+            }
         }
         match self.completion.is_done() {
             true => self.completion.failure().map_or(Ok(true), Err),
             false => Ok(false),
         }
+    }
+
+    fn drive(&self, patience: Duration) {
+        let deadline = Instant::now().checked_add(patience);
+        if let Some(queued) = &self.queued {
+            let begins = queued.deadline();
+            let until = deadline.map_or(begins, |deadline| deadline.min(begins));
+            let is_over = || self.completion.is_done() || queued.is_hopeless();
+            self.driver.wait(is_over, Some(until));
+            queued.give_up_if_late();
+        }
+        self.driver.wait(|| self.completion.is_done(), deadline);
+    }
+
+    /// Has stream `program` wait until results are on their device. The operation is done; this thread
+    /// does not wait. Nothing to do if its tensors are in host memory.
+    pub fn make_wait(&self, program: u64) -> Result<(), Error> {
+        let Some(Arrival(arriving)) = &self.arrival else { return Ok(()) };
+        let waits = arriving.copier.make_wait(Stream::Program(program), &arriving.event);
+        waits.map_err(|fault| arriving.fault(&fault))
     }
 
     /// Whether the operation is done, successfully or not.
@@ -73,9 +115,46 @@ impl Work {
     /// Drops what kept the tensors alive, if the operation is done. So it is dropped on this
     /// thread, rather than on the one that has the last reference to the operation.
     pub fn release(&self) {
-        if self.completion.is_done() {
+        // Copies to a device may still be under way: whoever makes them lets go.
+        if self.arrival.is_none() && self.completion.is_done() {
             drop(self.completion.take_keep());
         }
+    }
+}
+
+impl Arrival {
+    pub(super) fn new(operation: String, copier: Arc<Copier>, event: SharedEvent) -> Self {
+        let (gate, changed) = (Mutex::new(()), Condvar::new());
+        Self(Arc::new(Arriving { operation, copier, event, gate, changed }))
+    }
+
+    /// Passed by the copies of the results.
+    pub(super) fn event(&self) -> &SharedEvent {
+        &self.0.event
+    }
+
+    /// The device has failed, or refuses the operation.
+    pub(super) fn fault(&self, fault: &Fault) -> Error {
+        self.0.fault(fault)
+    }
+
+    /// The operation is done.
+    pub(super) fn wake(&self) {
+        // Taking the gate orders this wake-up after a sleeper's last look.
+        drop(self.0.gate.lock().unwrap_or_else(PoisonError::into_inner));
+        self.0.changed.notify_all();
+    }
+
+    fn wait(&self, completion: &Completion, patience: Duration) {
+        let gate = self.0.gate.lock().unwrap_or_else(PoisonError::into_inner);
+        let is_under_way = |_: &mut ()| !completion.is_done();
+        let _ = self.0.changed.wait_timeout_while(gate, patience, is_under_way);
+    }
+}
+
+impl Arriving {
+    fn fault(&self, fault: &Fault) -> Error {
+        Error::Device { what: self.operation.clone(), why: fault.to_string() }
     }
 }
 
@@ -104,6 +183,11 @@ impl Completion {
         self.source.store(rank.into(), Ordering::Relaxed);
     }
 
+    /// The message of this operation came as that of `inner`.
+    pub(super) fn copy_source(&self, inner: &Self) {
+        self.source.store(inner.source.load(Ordering::Relaxed), Ordering::Relaxed);
+    }
+
     /// The operation is over. Returns the name it is followed by, if it is.
     pub(super) fn finish(&self, outcome: Result<(), Error>) -> Option<u64> {
         if let Err(error) = outcome {
@@ -118,7 +202,7 @@ impl Completion {
         self.failure.get().cloned()
     }
 
-    fn take_keep(&self) -> Option<Box<dyn Any + Send + Sync>> {
+    pub(super) fn take_keep(&self) -> Option<Box<dyn Any + Send + Sync>> {
         self.keep.lock().unwrap_or_else(PoisonError::into_inner).take()
     }
 

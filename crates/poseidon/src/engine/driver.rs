@@ -145,16 +145,22 @@ impl Driver {
                 self.turn(&mut driven);
                 self.let_go(driven, watched);
             }
-            None => {
-                // The thread that drives may be about to let go of the lock. It looks at the orders
-                // once more afterwards.
-                lock(&self.orders).push(Order::Look);
-                self.wake();
-                if !watched {
-                    self.kick();
-                }
-            }
+            None if watched => self.ask_to_look(),
+            None => self.tell(),
         }
+    }
+
+    /// As [`nudge`](Self::nudge), from a thread that does not drive: another thread takes the turn.
+    pub(crate) fn tell(&self) {
+        self.ask_to_look();
+        self.kick();
+    }
+
+    fn ask_to_look(&self) {
+        // The thread that drives may be about to let go of the lock. It looks at the orders once
+        // more afterwards.
+        lock(&self.orders).push(Order::Look);
+        self.wake();
     }
 
     /// Waits until `is_done`, or until the deadline has passed. Drives the engine meanwhile if no

@@ -2,12 +2,12 @@
 //! batches.
 
 use crate::memory::region::Region;
+use poseidon_core::encoding::Block;
 use poseidon_core::queue::{BATCH_BYTES, BATCH_FRAMES};
 use poseidon_core::wire::{Header, Kind};
 use poseidon_core::{ChannelId, Queue};
 use std::collections::VecDeque;
 use std::io::{self, IoSlice};
-use std::sync::Arc;
 
 /// Messages waiting for one peer, and frames on their way.
 #[derive(Debug, Default)]
@@ -40,7 +40,7 @@ pub(crate) enum Payload {
     /// Memory lent to the channel.
     Region(Region),
     /// Memory that several links read, and that goes back to the channel.
-    Shared(Arc<[f32]>),
+    Shared(Block),
     Text(Box<[u8]>),
 }
 
@@ -209,7 +209,7 @@ impl Payload {
         match self {
             Self::None => 0,
             Self::Region(region) => region.len(),
-            Self::Shared(values) => size_of_val(&**values),
+            Self::Shared(values) => values.bytes().len(),
             Self::Text(text) => text.len(),
         }
     }
@@ -220,7 +220,7 @@ impl Payload {
             // SAFETY: what is being sent is not written: a result that goes to the same place comes
             // only after its receivers have had all of this.
             Self::Region(region) => unsafe { region.bytes() },
-            Self::Shared(values) => bytemuck::cast_slice(values),
+            Self::Shared(values) => values.bytes(),
             Self::Text(text) => text,
         }
     }
@@ -236,7 +236,7 @@ mod tests {
         let chunk = ChunkKey { layer: LayerId(layer), index };
         let bare = Header::bare(Kind::Update, NodeId(0), (values.len() * 4) as u32);
         let header = Header { chunk, clock: Clock(1), channel: ChannelId(layer), ..bare };
-        let payload = Payload::Shared(values.into());
+        let payload = Payload::Shared(Block::Whole(values.into()));
         let urgency = urgency(Kind::Update, LayerId(layer));
         outbox.push(Message::new(header, payload, urgency, u64::from(index)));
     }

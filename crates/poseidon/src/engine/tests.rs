@@ -3,6 +3,7 @@
 
 use super::*;
 use crate::engine::traffic::Counters;
+use poseidon_core::encoding::Block;
 use poseidon_core::{Clock, Epoch};
 use poseidon_link::memory::{MemoryLink, Shape, VirtualClock, pair};
 use std::io::{ErrorKind, IoSlice, IoSliceMut};
@@ -318,7 +319,7 @@ impl Flood {
         for peer in engine.peers.iter_mut().flatten() {
             for _ in 0..200 {
                 let header = data(0, 1, 1, size_of_val(&*payload));
-                peer.send(message(header, Payload::Shared(payload.clone())));
+                peer.send(message(header, Payload::Shared(Block::Whole(payload.clone()))));
             }
         }
         Self { engine, clock, far: [far_one, far_two], seen: Vec::new() }

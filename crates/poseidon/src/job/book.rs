@@ -187,6 +187,7 @@ pub(crate) mod tests {
                 deterministic: false,
                 scheme: Policy::Auto,
                 batch: None,
+                checkpoints: crate::Checkpoints::default(),
             },
         }
     }

@@ -10,7 +10,7 @@ use crate::job::control::{Asker, Body, Message, Numbered, Reply, receive};
 use crate::job::gather::{self, Post};
 use crate::job::joining::Joining;
 use crate::job::open::{Opening, Openings};
-use crate::job::rounds::Rounds;
+use crate::job::rounds::{Rounds, WAITING, Waiting};
 use crate::{Error, RendezvousError};
 use poseidon_core::wire::{Hello, NOBODY, Purpose, Status};
 use poseidon_core::{Cluster, JobId, NodeId, Rate};
@@ -365,7 +365,7 @@ impl State {
                 replies
             }
             Message::Query { key } => {
-                let value = self.joining.tell(&key);
+                let value = if key == WAITING { self.waiting() } else { self.joining.tell(&key) };
                 vec![Reply::new(asker, &Message::Answer { value })]
             }
             Message::Measured(post) => match self.book_for(asker, post.node) {
@@ -386,6 +386,12 @@ impl State {
                 vec![Reply::refusal(asker, format!("{expected}, got {}", other.name()))]
             }
         }
+    }
+
+    /// What some nodes have posted and others have not.
+    fn waiting(&self) -> Option<Value> {
+        let rounds = self.gathers.waiting().chain(self.openings.rounds.waiting());
+        serde_json::to_value(rounds.collect::<Vec<Waiting>>()).ok()
     }
 
     fn handle_gather(&mut self, asker: Asker, post: Post, now: Instant) -> Vec<Reply> {

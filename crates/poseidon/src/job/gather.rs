@@ -20,6 +20,9 @@ pub(crate) struct Post {
     pub(crate) value: Value,
     /// How long this worker waits for the others, in milliseconds.
     pub(crate) patience_ms: u64,
+    /// Dedicated servers that post as well.
+    #[serde(default)]
+    pub(crate) servers: Vec<NodeId>,
 }
 
 impl ControlLine {
@@ -32,16 +35,30 @@ impl ControlLine {
         patience: Duration,
         watch: &dyn Fn() -> JobState,
     ) -> Result<Vec<Value>, GatherError> {
+        self.gather_with(&[], topic, value, patience, watch)
+    }
+
+    /// As [`gather`](Self::gather), among all workers and these dedicated `servers`, whose values come
+    /// last.
+    pub(crate) fn gather_with(
+        &self,
+        servers: &[NodeId],
+        topic: &str,
+        value: &Value,
+        patience: Duration,
+        watch: &dyn Fn() -> JobState,
+    ) -> Result<Vec<Value>, GatherError> {
         let patience_ms = u64::try_from(patience.as_millis()).unwrap_or(u64::MAX);
         let (node, topic, value) = (self.me(), topic.into(), value.clone());
-        let post = Message::Gather(Post { node, topic, value, patience_ms });
+        let expected = self.workers() + servers.len();
+        let servers = servers.to_vec();
+        let post = Message::Gather(Post { node, topic, value, patience_ms, servers });
         let why = match self.ask(&post, patience, watch) {
-            Ok(Message::Gathered { values }) if values.len() == self.workers() => {
+            Ok(Message::Gathered { values }) if values.len() == expected => {
                 return Ok(values);
             }
             Ok(Message::Gathered { values }) => {
-                let (workers, got) = (self.workers(), values.len());
-                format!("expected the values of {workers} workers, got {got}")
+                format!("expected the values of {expected} nodes, got {}", values.len())
             }
             Ok(Message::Missing { nodes }) => {
                 let missing = nodes.into_iter().map(|node| self.name(node)).collect();
@@ -68,13 +85,19 @@ pub(crate) fn post(
     post: Post,
     now: Instant,
 ) -> Vec<Reply> {
-    let Post { node, topic, value, patience_ms } = post;
+    let Post { node, topic, value, patience_ms, servers } = post;
     let name = cluster.name(node);
-    if !cluster.role(node).is_some_and(|role| role.worker) {
+    let is_server = |node: &NodeId| cluster.role(*node).is_some_and(|role| !role.worker);
+    if !servers.iter().all(is_server) {
+        let reason = "it names dedicated servers that the job does not have";
+        return vec![Reply::refusal(asker, reason.into())];
+    }
+    let members: Vec<NodeId> = cluster.worker_ids().chain(servers).collect();
+    if !members.contains(&node) {
         return vec![Reply::refusal(asker, format!("{name} is not a worker of this job"))];
     }
     let posted = Posted { node, asker, value, deadline: deadline(now, patience_ms) };
-    match rounds.post(&topic, cluster.worker_ids().collect(), posted) {
+    match rounds.post(&topic, members, posted) {
         Err(_) => {
             let reason = format!("{name} has posted it already, and not all others have");
             vec![Reply::refusal(asker, reason)]
@@ -101,7 +124,8 @@ mod tests {
     /// Posts `value` as `node`, whose connection has its number, and returns who is told what.
     fn say(rounds: &mut Rounds<Value>, node: u16, topic: &str, value: Value) -> Vec<(u64, Value)> {
         let asker = Asker { connection: node.into(), request: None };
-        let said = Post { node: NodeId(node), topic: topic.into(), value, patience_ms: 1000 };
+        let (node, topic, servers) = (NodeId(node), topic.into(), Vec::new());
+        let said = Post { node, topic, value, patience_ms: 1000, servers };
         told(post(rounds, &cluster(), asker, said, Instant::now()))
     }
 

@@ -428,6 +428,7 @@ mod tests {
             deterministic: false,
             scheme: Policy::Auto,
             batch: None,
+            checkpoints: crate::Checkpoints::default(),
         }
     }
 
@@ -556,8 +557,9 @@ mod tests {
         assert_eq!(told.len(), 2);
         for refusal in &told {
             let words = reason(refusal);
-            assert!(words.contains("worker 1 reads version 4"), "{words}");
-            assert!(words.contains("writes version 3"), "{words}");
+            let theirs = format!("worker 1 reads version {}", BOOK_VERSION + 1);
+            assert!(words.contains(&theirs), "{words}");
+            assert!(words.contains(&format!("writes version {BOOK_VERSION}")), "{words}");
         }
     }
 

@@ -25,4 +25,4 @@ pub(crate) mod rendezvous;
 mod joining;
 mod ports;
 mod probe;
-mod rounds;
+pub(crate) mod rounds;

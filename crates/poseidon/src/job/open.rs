@@ -198,6 +198,7 @@ mod tests {
     use crate::job::config::credentials;
     use crate::job::control::Join;
     use crate::job::link_rate::LinkRate;
+    use crate::job::rounds::Waiting;
     use poseidon_core::plan::Placement;
     use poseidon_core::{ChunkSize, Layer, Optimizer, Policy, Servers};
     use poseidon_link::{Address, Caller, Secret, connect};
@@ -215,6 +216,7 @@ mod tests {
             deterministic: false,
             scheme: Policy::Auto,
             batch: None,
+            checkpoints: crate::Checkpoints::default(),
         }
     }
 
@@ -419,6 +421,28 @@ mod tests {
         let error = lines[1].open(channel, patience, &|| JobState::Running).unwrap_err();
         let OpenError::Missing { missing, waited } = error else { panic!("{error}") };
         assert_eq!((missing, waited), (vec!["worker 0".into(), "worker 2".into()], patience));
+    }
+
+    #[test]
+    fn who_asks_learns_who_waits_for_it_in_which_call() {
+        let (_coordinator, lines) = start(3);
+        assert_eq!(lines[2].awaited(LONG), None);
+        thread::scope(|scope| {
+            let opening = scope.spawn(|| open(&lines[0], "model", &[0, 2], None));
+            let awaited = loop {
+                if let Some(awaited) = lines[2].awaited(LONG) {
+                    break awaited;
+                }
+                thread::yield_now();
+            };
+            let (waiting, missing) = (vec![NodeId(0)], vec![NodeId(2)]);
+            assert_eq!(awaited, Waiting { name: "model".into(), waiting, missing });
+            // Neither who waits nor who is not a member is awaited.
+            assert_eq!((lines[0].awaited(LONG), lines[1].awaited(LONG)), (None, None));
+            open(&lines[2], "model", &[0, 2], None).unwrap();
+            opening.join().unwrap().unwrap();
+        });
+        assert_eq!(lines[2].awaited(LONG), None);
     }
 
     #[test]

@@ -2,7 +2,9 @@
 //! its members has posted.
 
 use crate::job::control::{Asker, Message, Reply};
+use crate::job::line::{ControlLine, JobState};
 use poseidon_core::NodeId;
+use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
@@ -23,6 +25,36 @@ pub(crate) struct Round<T> {
     /// wait for as long as it takes.
     deadline: Option<Instant>,
 }
+
+/// An open round, as the coordinator tells it to who asks.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Waiting {
+    pub(crate) name: String,
+    /// Who has posted and waits.
+    pub(crate) waiting: Vec<NodeId>,
+    /// Who has not posted.
+    pub(crate) missing: Vec<NodeId>,
+}
+
+/// The question about open rounds. It is answered with a list of [`Waiting`].
+pub(crate) const WAITING: &str = "waiting";
+
+impl ControlLine {
+    /// The first round in which others wait for this node. None if there is none, or if the
+    /// coordinator does not say within `patience`.
+    pub(crate) fn awaited(&self, patience: Duration) -> Option<Waiting> {
+        let question = Message::Query { key: WAITING.into() };
+        let answer = self.ask(&question, patience, &|| JobState::Running);
+        let Ok(Message::Answer { value: Some(value) }) = answer else { return None };
+        let open: Vec<Waiting> = serde_json::from_value(value).ok()?;
+        let awaits_program =
+            |round: &Waiting| round.missing.contains(&self.me()) && !round.name.starts_with(BESIDE);
+        open.into_iter().find(awaits_program)
+    }
+}
+
+/// Names that begin so are posted by threads beside the training programs. No program waits in them.
+pub(crate) const BESIDE: &str = "beside: ";
 
 /// One node's post.
 #[derive(Debug)]
@@ -93,6 +125,15 @@ impl<T> Rounds<T> {
         self.open.remove(&name)
     }
 
+    /// The open rounds.
+    pub(crate) fn waiting(&self) -> impl Iterator<Item = Waiting> + '_ {
+        self.open.iter().map(|(name, round)| Waiting {
+            name: name.clone(),
+            waiting: round.posts.keys().copied().collect(),
+            missing: round.missing().collect(),
+        })
+    }
+
     /// When the next round expires.
     pub(crate) fn deadline(&self) -> Option<Instant> {
         self.open.values().filter_map(|round| round.deadline).min()
@@ -112,7 +153,10 @@ impl<T> Round<T> {
 
     /// Tells all who wait who has not posted.
     pub(crate) fn tell_missing(&self) -> Vec<Reply> {
-        let missing = self.members.iter().filter(|node| !self.posts.contains_key(node));
-        self.answer(&Message::Missing { nodes: missing.copied().collect() })
+        self.answer(&Message::Missing { nodes: self.missing().collect() })
+    }
+
+    fn missing(&self) -> impl Iterator<Item = NodeId> + '_ {
+        self.members.iter().copied().filter(|node| !self.posts.contains_key(node))
     }
 }

@@ -1,7 +1,8 @@
 //! Where lanes tell the training program what is done, and what went wrong.
 
 use crate::Error;
-use poseidon_core::{LayerId, NodeId};
+use poseidon_core::wire::Marks;
+use poseidon_core::{Clock, LayerId, NodeId};
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Condvar, Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
@@ -20,6 +21,8 @@ pub(crate) struct Board {
     failure: OnceLock<Error>,
     /// The first node that said goodbye. Written by the lane that heard the goodbye.
     departed: OnceLock<NodeId>,
+    /// The first clock at which a worker asked all to stop. `u64::MAX` before that.
+    stop: AtomicU64,
     /// Threads that wait: without one, a lane need not touch the gate.
     sleepers: AtomicUsize,
     /// How many of the sleepers are threads of the training program.
@@ -37,6 +40,7 @@ impl Board {
             lanes: AtomicUsize::new(0),
             failure: OnceLock::new(),
             departed: OnceLock::new(),
+            stop: AtomicU64::new(u64::MAX),
             sleepers: AtomicUsize::new(0),
             idlers: AtomicUsize::new(0),
             gate: Mutex::new(()),
@@ -56,7 +60,6 @@ impl Board {
     }
 
     /// Whether the session has no part on any lane any more.
-    #[cfg(test)]
     pub(crate) fn is_closed(&self) -> bool {
         self.lanes.load(Ordering::SeqCst) == 0
     }
@@ -103,6 +106,20 @@ impl Board {
         self.departed.get().copied()
     }
 
+    /// Something of `clock` has come that has these marks. Called before the layer is reported done,
+    /// so a program that has all of a clock knows its marks.
+    pub(crate) fn note_marks(&self, marks: Marks, clock: Clock) {
+        if marks.contains(Marks::STOP) {
+            self.stop.fetch_min(clock.0, Ordering::SeqCst);
+        }
+    }
+
+    /// The first clock at which a worker asked all to stop.
+    pub(crate) fn stop(&self) -> Option<Clock> {
+        let clock = self.stop.load(Ordering::SeqCst);
+        (clock != u64::MAX).then_some(Clock(clock))
+    }
+
     /// Whether the training program is waiting rather than computing.
     pub(crate) fn is_awaited(&self) -> bool {
         self.idlers.load(Ordering::Relaxed) > 0
@@ -110,6 +127,11 @@ impl Board {
 
     pub(crate) fn is_done(&self, layer: LayerId) -> bool {
         self.pending[layer.index()].load(Ordering::SeqCst) == 0
+    }
+
+    /// Whether one part of `layer` is missing.
+    pub(crate) fn is_last_part(&self, layer: LayerId) -> bool {
+        self.pending[layer.index()].load(Ordering::SeqCst) == 1
     }
 
     /// When the last lane finished its part of `layer`, which is done.

@@ -11,12 +11,13 @@ use crate::engine::{Engine, Links, Next};
 use crate::lane::board::Board;
 use crate::lane::plan_state::PlanState;
 use crate::memory::exchange::Exchange;
+use poseidon_core::encoding::Block;
 use poseidon_core::plan::Rules;
 use poseidon_core::store::Order;
-use poseidon_core::wire::Kind;
+use poseidon_core::wire::{Kind, Terms};
 use poseidon_core::{
-    ChannelId, ChunkSize, Clock, Cluster, Epoch, LaneId, Layer, LayerId, NodeId, Optimizer, Plan,
-    Reduction, Servers, Shard, Store,
+    ChannelId, ChunkSize, Clock, Cluster, Encoding, Encodings, Epoch, LaneId, Layer, LayerId,
+    NodeId, Optimizer, Plan, Reduction, Servers, Shard, Store,
 };
 use poseidon_link::memory::{Faults, Shape, VirtualClock, pair};
 use std::collections::BTreeSet;
@@ -41,6 +42,8 @@ struct Setup {
     /// By host.
     racks: Vec<u16>,
     layers: Vec<usize>,
+    /// Layers take them in turn; `f32` if there are none.
+    encodings: Vec<Encodings>,
     clocks: u64,
     deterministic: bool,
 }
@@ -163,16 +166,28 @@ impl Setup {
 
     fn layers(&self) -> Arc<[Layer]> {
         let layers = self.layers.iter().enumerate();
-        layers.map(|(n, &len)| Layer::new(format!("layer{n}"), len)).collect()
+        let layer = |(n, &len)| Layer::new(format!("layer{n}"), len).encoded(self.encodings(n));
+        layers.map(layer).collect()
+    }
+
+    fn encodings(&self, layer: usize) -> Encodings {
+        let count = self.encodings.len().max(1);
+        self.encodings.get(layer % count).copied().unwrap_or_default()
     }
 
     /// What `rank` contributes. In rank order sums are checked bit by bit, so there they may depend
-    /// on the order; otherwise they are exact whatever the order.
+    /// on the order; otherwise they are exact whatever the order. Where numbers travel in two bytes,
+    /// every sum of them is small enough for that.
     fn gradient(&self, rank: u16, layer: usize, clock: u64) -> impl Iterator<Item = f32> {
         let deterministic = self.deterministic;
+        let whole = self.encodings(layer) == Encodings::default();
         (0..self.layers[layer]).map(move |i| {
-            let plain = (usize::from(rank) * 7 + layer * 3 + i % 101 + clock as usize) as f32;
-            if deterministic { 10f32.powi(i32::from(rank) * 3) / (plain + 1.0) } else { plain }
+            let plain = usize::from(rank) * 7 + layer * 3 + i % 101 + clock as usize;
+            match (whole, deterministic) {
+                (true, true) => 10f32.powi(i32::from(rank) * 3) / (plain + 1) as f32,
+                (true, false) => plain as f32,
+                (false, _) => (plain % 16) as f32,
+            }
         })
     }
 
@@ -194,6 +209,16 @@ impl Setup {
             total(hosts.map(|first| total(ranks(host(first)).map(gradient))))
         });
         total(racks)
+    }
+}
+
+/// `values` in memory of that type.
+fn encoded(encoding: Encoding, values: &[f32]) -> Buffer {
+    let mut block = Block::zeroed(encoding, values.len());
+    encoding.encode(values, block.bytes_mut().unwrap());
+    match block {
+        Block::Whole(values) => values.to_vec().into(),
+        Block::Half(bits) => Buffer::from_bits(encoding, bits.to_vec()),
     }
 }
 
@@ -267,7 +292,7 @@ impl World {
         let lane = |(lane, links): (LaneId, Links)| {
             let shard = Shard { node: me, lane };
             let optimizer = Optimizer::Reduce(Reduction::Sum);
-            let store = Store::new(&self.plan, shard, optimizer, order);
+            let store = Store::new(&self.plan, shard, |_| &optimizer, order);
             let (commands, taken) = channel();
             let (cluster, plan) = (&self.cluster, &self.plan);
             let part = SessionLane::new(Parts {
@@ -279,6 +304,7 @@ impl World {
                 commands: taken,
                 board: board.clone(),
                 counters: counters.clone(),
+                keeper: channel().0,
                 stall: STALL,
             });
             let mut engine = Engine::new(me, self.cluster.nodes(), links, SILENCE, Duration::ZERO);
@@ -370,7 +396,10 @@ impl World {
                 layer.done += 1;
                 layer.next = now + dice.pause();
                 let sum = setup.sum(position, layer.done);
-                assert_eq!(exchange.gradient[..], sum[..], "{id} of node {node}: wrong sum");
+                let down = setup.encodings(position).down;
+                let result = exchange.destination.as_ref().unwrap_or(&exchange.gradient);
+                let right = result.bytes() == encoded(down, &sum).bytes();
+                assert!(right, "{id} of node {node}: wrong sum");
                 report.delivered += 1;
                 busy = true;
             }
@@ -378,17 +407,21 @@ impl World {
             if due && !program.mute && board.failure().is_none() {
                 let values: Vec<f32> =
                     setup.gradient(node as u16, position, layer.done + 1).collect();
+                let Encodings { up, down } = setup.encodings(position);
+                let elsewhere = || encoded(down, &vec![0.0; values.len()]);
                 let exchange = Arc::new(Exchange {
                     layer: id,
                     clock: Clock(layer.done + 1),
                     kind: Kind::Push,
-                    rate: 0.0,
-                    gradient: Buffer::from(values),
-                    destination: None,
+                    terms: Terms::default(),
+                    gradient: encoded(up, &values),
+                    destination: (up != down).then(elsewhere),
+                    landings: None,
                 });
                 let holders = &holders[position];
                 board.begin(id, holders.len());
-                command(holders, &|| Command::Send(exchange.clone()));
+                let all = 0..exchange.gradient.len();
+                command(holders, &|| Command::Send(exchange.clone(), all.clone()));
                 layer.in_flight = Some(exchange);
                 busy = true;
             }

@@ -18,29 +18,32 @@ use crate::engine::channel::{Channel, Gone, Landing, LastWords, Outgoing, Polled
 use crate::engine::outbox::{Message, Payload};
 use crate::engine::traffic::Counters;
 use crate::memory::exchange::Exchange;
+use crate::memory::kept::KeptPiece;
+use crate::memory::rule_state::RuleState;
 use board::Board;
 use plan_state::{Awaited, Piece, PlanState};
 use poseidon_core::queue::urgency;
-use poseidon_core::wire::{Header, Kind};
+use poseidon_core::wire::{Header, Kind, Terms};
 use poseidon_core::{
     ChannelId, ChunkKey, Clock, Cluster, Epoch, Layer, LayerId, NodeId, Violation,
 };
+use std::ops::Range;
 use std::sync::Arc;
-use std::sync::mpsc::{Receiver, SyncSender, TryRecvError};
+use std::sync::mpsc::{Receiver, Sender, SyncSender, TryRecvError};
 use std::time::Duration;
 
 /// What the session asks of a lane.
 pub(crate) enum Command {
-    /// A layer goes out.
-    Send(Arc<Exchange>),
+    /// These elements of a layer, whole chunks, go out.
+    Send(Arc<Exchange>, Range<usize>),
     /// A layer's factors go out. The session has written them to the layer's matrix.
-    SendFactors { layer: LayerId, clock: Clock, rows: usize, rate: f32 },
+    SendFactors { layer: LayerId, clock: Clock, rows: usize, terms: Terms },
     /// What is this lane waiting for, of this layer?
     Explain(LayerId, SyncSender<Vec<String>>),
     /// What does the update rule keep of this layer, of the chunks this lane holds?
     RuleState(LayerId, SyncSender<Vec<Piece>>),
-    /// Put the update rule where it was after so many steps. Answers whether the vectors fit.
-    RestoreRule(LayerId, u64, Arc<Vec<Vec<f32>>>, SyncSender<bool>),
+    /// Put the update rule where it was. Answers whether the vectors fit.
+    RestoreRule(LayerId, Arc<RuleState>, SyncSender<bool>),
     /// From now on the session follows another plan. Nothing is in flight, on any node.
     Replan(Box<PlanState>),
     /// Nothing more will be sent: say goodbye and serve until the others do.
@@ -61,6 +64,8 @@ pub(crate) struct SessionLane {
     commands: Receiver<Command>,
     board: Arc<Board>,
     counters: Arc<Counters>,
+    /// Where chunks go that workers asked to keep.
+    keeper: Sender<KeptPiece>,
     /// A chunk that has waited this long for a worker stops the job.
     stall: Duration,
     /// By node: whether it has said goodbye.
@@ -78,12 +83,14 @@ pub(crate) struct Parts {
     pub(crate) commands: Receiver<Command>,
     pub(crate) board: Arc<Board>,
     pub(crate) counters: Arc<Counters>,
+    pub(crate) keeper: Sender<KeptPiece>,
     pub(crate) stall: Duration,
 }
 
 impl SessionLane {
     pub(crate) fn new(parts: Parts) -> Self {
-        let Parts { id, me, cluster, layers, state, commands, board, counters, stall } = parts;
+        let Parts { id, me, cluster, layers, state, commands, board, counters, keeper, stall } =
+            parts;
         let departed = vec![false; cluster.nodes()];
         let members = cluster.partners(me);
         let finishing = false;
@@ -98,6 +105,7 @@ impl SessionLane {
             commands,
             board,
             counters,
+            keeper,
             stall,
             departed,
             finishing,
@@ -128,12 +136,12 @@ impl SessionLane {
                 out.follow(self.state.epoch);
                 Ok(())
             }
-            Command::Send(exchange) => {
-                let sent = self.state.handle_send(exchange, now, send);
+            Command::Send(exchange, ready) => {
+                let sent = self.state.handle_send(exchange, &ready, now, send);
                 sent.map_err(|(chunk, violation)| self.own_fault(chunk, violation))
             }
-            Command::SendFactors { layer, clock, rows, rate } => {
-                let step = (clock, rows, rate);
+            Command::SendFactors { layer, clock, rows, terms } => {
+                let step = (clock, rows, terms);
                 let sent = self.state.handle_send_factors(layer, step, send);
                 sent.map_err(|(chunk, violation)| self.own_fault(chunk, violation))
             }
@@ -151,8 +159,8 @@ impl SessionLane {
                 let _ = reply.try_send(self.state.rule_state(layer));
                 Ok(())
             }
-            Command::RestoreRule(layer, steps, vectors, reply) => {
-                let _ = reply.try_send(self.state.restore_rule(layer, steps, &vectors));
+            Command::RestoreRule(layer, rule, reply) => {
+                let _ = reply.try_send(self.state.restore_rule(layer, &rule));
                 Ok(())
             }
             Command::Finish => {
@@ -366,6 +374,10 @@ impl Channel for SessionLane {
         self.state.poll_completed(|node, message| {
             out.send(node, message);
         });
+        while let Some(kept) = self.state.poll_kept() {
+            // A program that has stopped writing its checkpoint needs it no more.
+            let _ = self.keeper.send(kept);
+        }
         polled.busy = self.state.has_own_work();
         polled.over = self.is_over(out);
         Ok(polled)

@@ -4,15 +4,18 @@
 //! It knows nothing of links: frames come in through `open`, `combine` and `landed`, and go out
 //! through the closures given to `handle_send`, `handle_send_factors` and `poll_completed`.
 
+mod carried;
+
 use crate::engine::channel::{Landing, Sent};
 use crate::engine::outbox::{Message, Payload};
 use crate::lane::board::Board;
 use crate::memory::exchange::{Exchange, Lent};
 use crate::memory::factors::{FactorMatrices, Rows};
+pub(crate) use carried::Piece;
 use poseidon_core::queue::urgency;
-use poseidon_core::store::{Completed, Contribution, Outcome, Resumption, Stall, Way};
+use poseidon_core::store::{Completed, Contribution, Outcome, Stall, Way};
 use poseidon_core::syncer::Part;
-use poseidon_core::wire::{Header, Kind};
+use poseidon_core::wire::{Header, Kind, Terms};
 use poseidon_core::{
     ChunkKey, Clock, Cluster, Epoch, Gather, LayerId, NodeId, Plan, Route, Shard, Store, Syncer,
     Tree, Violation,
@@ -53,9 +56,6 @@ pub(crate) struct PlanState {
 /// Results of this many bytes or more go past the cache. With fewer bytes two workers of a host are
 /// a tenth slower if results go past the cache; with more they are faster (ADR 0008).
 const LARGE: usize = 32 << 20;
-
-/// The update rule's vectors of one chunk, and which elements of the layer they belong to.
-pub(crate) type Piece = (Range<usize>, Vec<Vec<f32>>);
 
 /// One lane's part in gathering the factors of one layer.
 struct Gathering {
@@ -105,10 +105,13 @@ impl PlanState {
         };
         let syncers: Vec<_> =
             layers.clone().map(|layer| Syncer::new(plan, me.node, layer, me.lane)).collect();
-        let values: usize =
-            syncers.iter().flat_map(Syncer::parts).map(|part| part.range.len()).sum();
+        let bytes = |syncer: &Syncer| {
+            let values = syncer.parts().iter().map(|part| part.range.len()).sum();
+            syncer.encodings().down.bytes(values)
+        };
+        let results: usize = syncers.iter().map(bytes).sum();
         Self {
-            results_are_large: values * size_of::<f32>() * usize::from(cluster.lanes()) >= LARGE,
+            results_are_large: results * usize::from(cluster.lanes()) >= LARGE,
             gathers: layers.zip(matrices).map(gathering).collect(),
             epoch: plan.epoch,
             me: me.node,
@@ -126,17 +129,27 @@ impl PlanState {
         }
     }
 
-    /// The training program lends a layer. Gives `send` a message for every chunk that neither lives
-    /// on this node nor is collected here.
+    /// The training program lends the elements `ready` of a layer; more of the same exchange may
+    /// follow. Gives `send` a message for every chunk of them that neither lives on this node nor is
+    /// collected here.
     pub(crate) fn handle_send(
         &mut self,
         exchange: Arc<Exchange>,
+        ready: &Range<usize>,
         now: Duration,
         mut send: impl FnMut(NodeId, Message),
     ) -> Result<(), (ChunkKey, Violation)> {
         let layer = exchange.layer;
-        let parts = self.syncers[layer.index()].handle_send(exchange.clock);
-        for part in parts {
+        let syncer = &mut self.syncers[layer.index()];
+        let is_ready =
+            |part: &&Part| ready.start <= part.range.start && part.range.end <= ready.end;
+        if !syncer.parts().iter().any(|part| is_ready(&part)) {
+            return Ok(()); // The lane may have finished its part of the exchange.
+        }
+        if self.exchanges[layer.index()].is_none() {
+            syncer.handle_send(exchange.clock);
+        }
+        for part in syncer.parts().iter().filter(is_ready) {
             let header = contribution(self.me, part.key, &part.range, &exchange);
             if part.collects {
                 self.own.push_back(part.key);
@@ -167,20 +180,21 @@ impl PlanState {
     pub(crate) fn handle_send_factors(
         &mut self,
         layer: LayerId,
-        (clock, rows, rate): (Clock, usize, f32),
+        (clock, rows, terms): (Clock, usize, Terms),
         mut send: impl FnMut(NodeId, Message),
     ) -> Result<(), (ChunkKey, Violation)> {
         let Some(gathering) = &mut self.gathers[layer.index()] else { return Ok(()) };
         let Gathering { gather, matrices, in_flight } = gathering;
         let layout = &matrices.layout;
         let chunks = gather
-            .handle_send(clock, rows, rate)
+            .handle_send(clock, rows, terms.rate)
             .map_err(|violation| (ChunkKey { layer, index: 0 }, violation))?;
         *in_flight = true;
+        self.board.note_marks(terms.marks, clock);
         for (chunk, range) in chunks {
-            let length = (range.len() * size_of::<f32>()) as u32;
+            let length = layout.encoding.bytes(range.len()) as u32;
             let bare = Header::bare(Kind::Factors, self.me, length);
-            let header = Header { chunk, value: rate, clock, ..bare };
+            let header = Header { chunk, value: terms.rate, marks: terms.marks, clock, ..bare };
             let Some(route) = layout.route(chunk.index) else { continue };
             let rows = Rows::own(matrices.clone(), self.me, clock, range.clone());
             for &node in &*fan_out(&mut self.fan_outs, &self.tree, self.me, route) {
@@ -202,7 +216,7 @@ impl PlanState {
             Kind::Push | Kind::Init => {
                 let sum = self.store.handle_push(header, now)?;
                 let lent = if sum.is_lent() { self.lent(header.chunk) } else { None };
-                (Landing::Combine { width: size_of::<f32>() }, Arriving::Sum { sum, lent })
+                (Landing::Combine { width: sum.encoding().width() }, Arriving::Sum { sum, lent })
             }
             Kind::Update => {
                 let layer = header.chunk.layer.index();
@@ -227,7 +241,7 @@ impl PlanState {
                 let (matrices, worker) = (|| gathering.matrices.clone(), arrival.worker);
                 let rows = |range| Rows::others(matrices(), worker, arrival.place, range);
                 if !arrival.blank.is_empty() {
-                    rows(arrival.blank.clone()).room().fill(0.0);
+                    rows(arrival.blank.clone()).room().fill(0);
                 }
                 let mut rows = rows(arrival.range.clone());
                 let landing = Landing::Assign { region: rows.room_region(), past_cache: false };
@@ -243,20 +257,21 @@ impl PlanState {
     pub(crate) fn combine(&mut self, from: NodeId, piece: &[u8]) {
         if let Some((_, Arriving::Sum { sum, lent })) = &mut self.arriving[from.index()] {
             let lent = lent.as_mut().map(Lent::sum);
-            self.store.handle_piece(sum, bytemuck::cast_slice(piece), lent);
+            self.store.handle_piece(sum, piece, lent);
         }
     }
 
     /// The payload from `from` that `open` let in is all there.
     pub(crate) fn landed(&mut self, from: NodeId) {
         let Some((header, arriving)) = self.arriving[from.index()].take() else { return };
-        let Header { chunk, clock, .. } = header;
+        let Header { chunk, clock, marks, .. } = header;
         match arriving {
             Arriving::Sum { sum, mut lent } => {
                 let done = self.store.handle_contributed(sum, lent.as_mut().map(Lent::sum));
                 self.completed.extend(done);
             }
             Arriving::Result => {
+                self.board.note_marks(marks, clock);
                 let part = self.syncers[chunk.layer.index()].part(chunk.index);
                 if let Some(route) = part.filter(|part| part.collects).map(|part| part.route)
                     && let Some(lent) = self.lent(chunk)
@@ -266,6 +281,7 @@ impl PlanState {
                 self.handle_landed(chunk);
             }
             Arriving::Rows(worker, rows) => {
+                self.board.note_marks(marks, clock);
                 if let Some(gathering) = &self.gathers[chunk.layer.index()]
                     && let Some(route) = gathering.matrices.layout.route(chunk.index)
                 {
@@ -294,6 +310,10 @@ impl PlanState {
 
     /// A chunk's result is in place.
     fn handle_landed(&mut self, chunk: ChunkKey) {
+        let exchange = self.exchanges[chunk.layer.index()].as_ref();
+        if let Some(landings) = exchange.and_then(|exchange| exchange.landings.as_ref()) {
+            landings.note(chunk.index);
+        }
         if self.syncers[chunk.layer.index()].handle_landed(chunk.index) {
             self.finish_if_done(chunk.layer);
         }
@@ -309,12 +329,12 @@ impl PlanState {
     /// Gives `send` what has become complete: sums for the node above, results for those who have
     /// contributed. And what others have from this node.
     pub(crate) fn poll_completed(&mut self, mut send: impl FnMut(NodeId, Message)) {
-        while let Some(Completed { key, clock, way, result }) = self.completed.pop() {
+        while let Some(Completed { key, clock, way, marks, result }) = self.completed.pop() {
             let layer = key.layer.index();
             let lent = self.lent(key);
             let length = match (&result, &lent) {
-                (Outcome::Held(values), _) => size_of_val(&**values),
-                (Outcome::Lent, Some(lent)) => lent.range.len() * size_of::<f32>(),
+                (Outcome::Held(values), _) => values.bytes().len(),
+                (Outcome::Lent, Some(lent)) => lent.gradient().len(),
                 (Outcome::Lent, None) => unreachable!("a loan ends after its chunk is complete"),
                 (Outcome::Nothing, _) => 0,
             };
@@ -323,7 +343,7 @@ impl PlanState {
                 Way::Down => (Kind::Update, 0.0),
             };
             let bare = Header::bare(kind, self.me, length as u32);
-            let header = Header { chunk: key, clock, value, ..bare };
+            let header = Header { chunk: key, clock, value, marks, ..bare };
             let up = self.syncers[layer].part(key.index).map(|part| part.up);
             let to = match way {
                 Way::Up { .. } => up.as_slice(),
@@ -348,6 +368,7 @@ impl PlanState {
             }
             // On a dedicated server no layer is ever in flight.
             if let Some(lent) = lent.filter(|_| way == Way::Down) {
+                self.board.note_marks(marks, clock);
                 lent.land(&result);
                 self.handle_landed(key);
             }
@@ -375,52 +396,6 @@ impl PlanState {
                 self.finish_if_done(layer);
                 self.finish_if_gathered(layer);
             }
-        }
-    }
-
-    /// The update rule's vectors of the chunks of `layer` that this shard holds.
-    pub(crate) fn rule_state(&self, layer: LayerId) -> Vec<Piece> {
-        let parts = self.syncers[layer.index()].parts().iter();
-        let state = |part: &Part| self.store.rule_state(part.key);
-        let held = |part: &Part| Some((part.range.clone(), state(part)?.to_vec()));
-        parts.filter_map(held).collect()
-    }
-
-    /// Gives the update rule back what [`Self::rule_state`] of all shards was. False if the vectors
-    /// do not fit one of this shard's chunks.
-    pub(crate) fn restore_rule(
-        &mut self,
-        layer: LayerId,
-        steps: u64,
-        vectors: &[Vec<f32>],
-    ) -> bool {
-        let parts = self.syncers[layer.index()].parts().iter();
-        parts.filter(|part| part.server() == self.me).all(|part| {
-            let vectors: Vec<_> = vectors.iter().map(|v| &v[part.range.clone()]).collect();
-            self.store.restore_rule(part.key, steps, &vectors)
-        })
-    }
-
-    /// Goes on with `layer` where another plan left it: the layer's clock, its steps before this job, its
-    /// parameters and the update rule's vectors, all of the whole layer.
-    pub(crate) fn resume(
-        &mut self,
-        layer: LayerId,
-        (clock, steps_before): (Clock, u64),
-        parameters: &[f32],
-        vectors: &[Vec<f32>],
-    ) {
-        self.syncers[layer.index()].resume(clock);
-        if let Some(gathering) = &mut self.gathers[layer.index()] {
-            gathering.gather.resume(clock);
-        }
-        for part in self.syncers[layer.index()].parts().iter().filter(|part| part.collects) {
-            let range = part.range.clone();
-            let vectors: Vec<&[f32]> = vectors.iter().map(|v| &v[range.clone()]).collect();
-            let parameters = parameters.get(range).unwrap_or_default();
-            let from = Resumption { clock, steps_before, parameters, vectors: &vectors };
-            let resumed = self.store.resume(part.key, &from);
-            debug_assert!(resumed, "a new store has all of its plan's chunks, and nothing in them");
         }
     }
 
@@ -553,7 +528,10 @@ fn about(header: Header, payload: Payload, layer: LayerId) -> Message {
 fn contribution(me: NodeId, chunk: ChunkKey, range: &Range<usize>, exchange: &Exchange) -> Header {
     // Worker 0's initial values are everybody's.
     let carries = exchange.kind == Kind::Push || me == NodeId(0);
-    let length = if carries { (range.len() * size_of::<f32>()) as u32 } else { 0 };
-    let (value, clock) = (exchange.rate, exchange.clock);
-    Header { chunk, value, clock, ..Header::bare(exchange.kind, me, length) }
+    let length = if carries { exchange.gradient.encoding().bytes(range.len()) as u32 } else { 0 };
+    let (Terms { rate: value, marks }, clock) = (exchange.terms, exchange.clock);
+    Header { chunk, value, marks, clock, ..Header::bare(exchange.kind, me, length) }
 }
+
+#[cfg(test)]
+mod tests;

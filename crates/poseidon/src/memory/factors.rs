@@ -7,6 +7,7 @@
 
 use crate::Buffer;
 use crate::memory::region::Region;
+use poseidon_core::encoding::{Block, Encoding};
 use poseidon_core::factors::{Layout, place};
 use poseidon_core::{Clock, LayerId, NodeId};
 use std::ops::Range;
@@ -25,8 +26,37 @@ pub struct Factors<'a> {
     pub v: &'a [f32],
 }
 
+/// As [`Factors`], of a layer whose contributions travel as numbers of two bytes: their bits.
+#[derive(Clone, Copy, Debug)]
+pub struct HalfFactors<'a> {
+    /// Gradient of the layer's output: rows of M numbers.
+    pub u: &'a [u16],
+    /// The layer's input: rows of N numbers.
+    pub v: &'a [u16],
+}
+
+/// One worker's factors, in the layer's own encoding or in `f32`.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct FactorBytes<'a> {
+    pub(crate) u: &'a [u8],
+    pub(crate) v: &'a [u8],
+    pub(crate) width: usize,
+}
+
+impl<'a> From<Factors<'a>> for FactorBytes<'a> {
+    fn from(Factors { u, v }: Factors<'a>) -> Self {
+        Self { u: bytemuck::cast_slice(u), v: bytemuck::cast_slice(v), width: size_of::<f32>() }
+    }
+}
+
+impl<'a> From<HalfFactors<'a>> for FactorBytes<'a> {
+    fn from(HalfFactors { u, v }: HalfFactors<'a>) -> Self {
+        Self { u: bytemuck::cast_slice(u), v: bytemuck::cast_slice(v), width: size_of::<u16>() }
+    }
+}
+
 /// A worker, and all rows of its last chunk, which is too long for its block of the matrix.
-type Chunk = (NodeId, Arc<[f32]>);
+type Chunk = (NodeId, Block);
 
 /// The two matrices of one layer. The session and the lanes share them for the life of the node.
 #[derive(Debug)]
@@ -50,23 +80,29 @@ pub(crate) struct Rows {
     pub(crate) place: usize,
     pub(crate) range: Range<usize>,
     /// The rows themselves, if they are a last chunk that is too long for the matrix.
-    apart: Option<Arc<[f32]>>,
+    apart: Option<Block>,
 }
 
 impl FactorMatrices {
     pub(crate) fn new(layer: LayerId, layout: Layout) -> Self {
-        let places = [(); 2].map(|()| Buffer::zeroed(layout.len()));
+        let places = [(); 2].map(|()| zeroed(layout.encoding, layout.len()));
         Self { layer, layout, places, long: Default::default() }
     }
 
     /// The rows of `parts` together, or why they cannot be this layer's.
-    pub(crate) fn count_rows(&self, parts: &[Factors<'_>]) -> Result<usize, String> {
+    pub(crate) fn count_rows(&self, parts: &[FactorBytes<'_>]) -> Result<usize, String> {
         let (m, n, most) = (self.layout.m, self.layout.n, self.layout.most_rows());
+        let encoding = self.layout.encoding;
         let mut rows = 0;
-        for Factors { u, v } in parts {
-            let part = u.len() / m.max(1);
-            if u.len() != part * m || v.len() != part * n {
-                let (u, v) = (u.len(), v.len());
+        for FactorBytes { u, v, width } in parts {
+            if *width != encoding.width() && *width != size_of::<f32>() {
+                return Err(format!(
+                    "expected factors of {encoding}, got numbers of {width} bytes"
+                ));
+            }
+            let (u, v) = (u.len() / width, v.len() / width);
+            let part = u / m.max(1);
+            if u != part * m || v != part * n {
                 return Err(format!(
                     "expected rows of {m} and {n} numbers, got {u} and {v} in all"
                 ));
@@ -86,27 +122,70 @@ impl FactorMatrices {
     /// checked the lengths and sends `clock` next: no lane reads or writes this block until then.
     /// If there are more rows than the block has, the whole last chunk is kept apart as well,
     /// because it goes out in one piece.
-    pub(crate) fn write_own(&self, me: NodeId, clock: Clock, parts: &[Factors<'_>]) {
-        let (m, n) = (self.layout.m, self.layout.n);
+    pub(crate) fn write_own(&self, me: NodeId, clock: Clock, parts: &[FactorBytes<'_>]) {
+        let (m, n, encoding) = (self.layout.m, self.layout.n, self.layout.encoding);
         // SAFETY: the lanes touch a worker's own block only between its sending and the end of the
         // exchange, and the last exchange that used this place is over.
         let block = unsafe { self.places[place(clock)].chunk_mut(self.layout.block(me)) };
-        let rows =
-            || parts.iter().flat_map(|part| part.u.chunks_exact(m).zip(part.v.chunks_exact(n)));
-        let mut room = block.chunks_exact_mut(m + n);
-        for ((u, v), row) in rows().zip(&mut room) {
-            row[..m].copy_from_slice(u);
-            row[m..].copy_from_slice(v);
-        }
-        room.for_each(|row| row.fill(0.0));
+        let rows = || {
+            parts.iter().flat_map(|FactorBytes { u, v, width }| {
+                u.chunks_exact(m * width).zip(v.chunks_exact(n * width))
+            })
+        };
+        let write = |(u, v): (&[u8], &[u8]), row: &mut [u8]| {
+            let (left, right) = row.split_at_mut(encoding.bytes(m));
+            for (from, to) in [(u, left), (v, right)] {
+                match from.len() == to.len() {
+                    true => to.copy_from_slice(from),
+                    false => encoding.encode(bytemuck::cast_slice(from), to),
+                }
+            }
+        };
+        let mut room = block.chunks_exact_mut(self.layout.row_bytes());
+        rows().zip(&mut room).for_each(|(from, row)| write(from, row));
+        room.for_each(|row| row.fill(0));
         if rows().nth(self.layout.batch).is_some() {
-            let last = rows().skip(self.layout.last_start());
-            let chunk: Vec<f32> = last.flat_map(|(u, v)| [u, v].concat()).collect();
-            self.keep(place(clock), me, chunk.into());
+            let last = || rows().skip(self.layout.last_start());
+            let mut chunk = Block::zeroed(encoding, last().count() * self.layout.width());
+            let bytes = chunk.bytes_mut().expect("a new block is nobody else's");
+            let room = bytes.chunks_exact_mut(self.layout.row_bytes());
+            last().zip(room).for_each(|(from, row)| write(from, row));
+            self.keep(place(clock), me, chunk);
         }
     }
 
-    fn keep(&self, place: usize, worker: NodeId, chunk: Arc<[f32]>) {
+    /// Where this worker's rows of `clock` begin, for a copy from a device.
+    ///
+    /// # Safety
+    /// As for [`write_own`](Self::write_own): whoever writes there does so before `clock` is sent.
+    pub(crate) unsafe fn own_block(&self, me: NodeId, clock: Clock) -> NonNull<u8> {
+        // SAFETY: the caller's promise.
+        let block = unsafe { self.places[place(clock)].chunk_mut(self.layout.block(me)) };
+        NonNull::from(block).cast()
+    }
+
+    /// Blanks what is behind the first `rows` rows of this worker's block.
+    ///
+    /// # Safety
+    /// As for [`own_block`](Self::own_block), and no copy to the block is under way.
+    pub(crate) unsafe fn blank_own(&self, me: NodeId, clock: Clock, rows: usize) {
+        // SAFETY: the caller's promise.
+        let block = unsafe { self.places[place(clock)].chunk_mut(self.layout.block(me)) };
+        block[rows * self.layout.row_bytes()..].fill(0);
+    }
+
+    /// Where everybody's rows of `clock` are, and how many bytes they have.
+    pub(crate) fn memory(&self, clock: Clock) -> (NonNull<u8>, usize) {
+        // Lanes may be writing there: an address, and no slice.
+        (self.places[place(clock)].start(), self.layout.encoding.bytes(self.layout.len()))
+    }
+
+    /// The memory of both matrices, to be pinned.
+    pub(crate) fn memories(&self) -> impl Iterator<Item = (NonNull<u8>, usize)> + '_ {
+        [Clock(0), Clock(1)].into_iter().map(|clock| self.memory(clock))
+    }
+
+    fn keep(&self, place: usize, worker: NodeId, chunk: Block) {
         self.long(place).push((worker, chunk));
     }
 
@@ -115,23 +194,62 @@ impl FactorMatrices {
     }
 
     /// Takes out the rows of `clock` that have no place in the matrix, in the order of workers.
-    pub(crate) fn take_rows_beyond(&self, clock: Clock) -> Vec<f32> {
+    fn take_rows_beyond(&self, clock: Clock) -> Vec<Block> {
         let mut long = std::mem::take(&mut *self.long(place(clock)));
         long.sort_by_key(|(worker, _)| *worker);
-        let placed = (self.layout.batch - self.layout.last_start()) * self.layout.width();
-        long.iter().flat_map(|(_, chunk)| &chunk[placed..]).copied().collect()
+        long.into_iter().map(|(_, chunk)| chunk).collect()
     }
 
-    /// Everybody's rows of `clock`.
+    /// As [`take_rows_beyond`](Self::take_rows_beyond), as `f32`s, without those that have a place.
+    pub(crate) fn take_decoded_beyond(&self, clock: Clock) -> Vec<f32> {
+        let encoding = self.layout.encoding;
+        let placed = (self.layout.batch - self.layout.last_start()) * self.layout.row_bytes();
+        let mut decoded = Vec::new();
+        for chunk in self.take_rows_beyond(clock) {
+            let (rows, from) = (&chunk.bytes()[placed..], decoded.len());
+            decoded.resize(from + rows.len() / encoding.width(), 0.0);
+            encoding.decode(rows, &mut decoded[from..]);
+        }
+        decoded
+    }
+
+    /// Everybody's rows of `clock`, as `f32`s: in the matrix itself, or decoded into `scratch`.
     ///
     /// # Safety
     /// All of them have come and this worker's own have been sent, the next clock has not been sent
     /// yet, and nobody else holds this slice.
-    #[expect(clippy::mut_from_ref, reason = "who may touch a place follows from the clock")]
-    pub(crate) unsafe fn matrix(&self, clock: Clock) -> &mut [f32] {
+    pub(crate) unsafe fn rows<'a>(
+        &'a self,
+        clock: Clock,
+        scratch: &'a mut Vec<f32>,
+    ) -> &'a mut [f32] {
+        let (encoding, len) = (self.layout.encoding, self.layout.len());
         // SAFETY: the caller's promise; the lanes write to this place again only after the next
         // clock has been sent.
-        unsafe { self.places[place(clock)].chunk_mut(0..self.layout.len()) }
+        let matrix = unsafe { self.places[place(clock)].chunk_mut(0..len) };
+        let beyond = self.take_rows_beyond(clock);
+        if encoding == Encoding::F32 && beyond.is_empty() {
+            return bytemuck::cast_slice_mut(matrix);
+        }
+        let placed = (self.layout.batch - self.layout.last_start()) * self.layout.row_bytes();
+        let beyond: Vec<&[u8]> = beyond.iter().map(|chunk| &chunk.bytes()[placed..]).collect();
+        let bytes = matrix.len() + beyond.iter().map(|rows| rows.len()).sum::<usize>();
+        scratch.resize(bytes / encoding.width(), 0.0);
+        let mut room = &mut scratch[..];
+        for rows in std::iter::once(&*matrix).chain(beyond) {
+            let (into, rest) = room.split_at_mut(rows.len() / encoding.width());
+            encoding.decode(rows, into);
+            room = rest;
+        }
+        scratch
+    }
+}
+
+/// A buffer of zeros.
+fn zeroed(encoding: Encoding, len: usize) -> Buffer {
+    match encoding {
+        Encoding::F32 => Buffer::zeroed(len),
+        half => Buffer::from_bits(half, vec![0; len]),
     }
 }
 
@@ -158,7 +276,7 @@ impl Rows {
         range: Range<usize>,
     ) -> Self {
         let is_long = matrices.layout.placed(sender, &range) != range;
-        let apart = is_long.then(|| range.clone().map(|_| 0.0).collect());
+        let apart = is_long.then(|| Block::zeroed(matrices.layout.encoding, range.len()));
         Self { matrices, place, range, apart }
     }
 
@@ -166,13 +284,13 @@ impl Rows {
     pub(crate) fn land(mut self, sender: NodeId) {
         let Some(chunk) = self.apart.take() else { return };
         self.range = self.matrices.layout.placed(sender, &self.range);
-        let placed = self.range.len();
-        self.room().copy_from_slice(&chunk[..placed]);
+        let room = self.room();
+        room.copy_from_slice(&chunk.bytes()[..room.len()]);
         self.matrices.keep(self.place, sender, chunk);
     }
 
     /// Rows that are all here, to be sent: in the matrix, or a chunk that is too long for it.
-    pub(crate) fn to_send(&self) -> Result<Region, Arc<[f32]>> {
+    pub(crate) fn to_send(&self) -> Result<Region, Block> {
         match &self.apart {
             Some(apart) => Err(apart.clone()),
             // SAFETY: the lane keeps the matrices, and nobody writes to rows while they are being sent:
@@ -185,9 +303,8 @@ impl Rows {
     pub(crate) fn room_region(&mut self) -> Region {
         match &mut self.apart {
             Some(apart) => {
-                let rows =
-                    Arc::get_mut(apart).expect("rows that are still coming are nobody else's");
-                let bytes: &mut [u8] = bytemuck::cast_slice_mut(rows);
+                let bytes =
+                    apart.bytes_mut().expect("rows that are still coming are nobody else's");
                 let len = bytes.len();
                 // SAFETY: the lane keeps these rows, and nobody touches them until they have landed.
                 unsafe { Region::new(NonNull::from(bytes).cast(), len) }
@@ -199,9 +316,9 @@ impl Rows {
     }
 
     /// Room for another worker's rows.
-    pub(crate) fn room(&mut self) -> &mut [f32] {
+    pub(crate) fn room(&mut self) -> &mut [u8] {
         if let Some(apart) = &mut self.apart {
-            return Arc::get_mut(apart).expect("rows that are still coming are nobody else's");
+            return apart.bytes_mut().expect("rows that are still coming are nobody else's");
         }
         // SAFETY: the rows belong to this lane, which holds one slice of them at a time; the session
         // reads them only after the lane has reported them.

@@ -7,7 +7,7 @@ use crate::job::config::{Config, LinkRate, Member};
 use crate::job::line::JobState;
 use crate::job::open::Channel;
 use crate::{ChunkSize, Coordinator, Error, Optimizer, Placement, Policy};
-use poseidon_core::{ChannelId, JobId, NodeId};
+use poseidon_core::{ChannelId, Checkpoints, JobId, NodeId};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -36,6 +36,7 @@ impl Group {
             deterministic: false,
             scheme: Policy::Auto,
             batch: None,
+            checkpoints: Checkpoints::default(),
         };
         // A group has one lane and no shards, so the speed of ports decides nothing.
         let (lanes_by_rate, link_rate) = (false, LinkRate::Unknown);

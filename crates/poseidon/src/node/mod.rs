@@ -1,9 +1,11 @@
 //! One process of a job: its links, shared by all its sessions and groups.
 //!
 //! * `session_parts`: what one session has on all lanes. `groups`: how groups are opened. `budget`:
-//!   how the node's budget is changed.
+//!   how the node's budget is changed. `devices`: the copiers of its devices.
 
 mod budget;
+pub(crate) mod checkpoint;
+mod devices;
 mod groups;
 pub(crate) mod session_parts;
 
@@ -20,6 +22,7 @@ use budget::NodeBudget;
 use poseidon_core::{Budget, ChannelId, LaneId, NodeId};
 use poseidon_link::Serving;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 /// A process of a job. It stays connected until its last session or group is dropped.
@@ -36,6 +39,8 @@ pub(crate) struct Node {
     budget: Arc<NodeBudget>,
     /// What turns strangers away, and the coordinator if this process serves it.
     listeners: Option<(Serving, Option<Coordinator>)>,
+    /// Whether the connection to the coordinator outlives the node. Written once, by the program.
+    pub(crate) stays: AtomicBool,
 }
 
 /// How long a node that leaves waits for the others to hear its last words.
@@ -67,7 +72,8 @@ impl Node {
         line.on_budget(move |rate| told.set(rate));
         let config = config.clone();
         let listeners = Some((serving, coordinator.or(own)));
-        Ok(Arc::new(Self { me, config, book, line, lanes, budget, listeners }))
+        let stays = AtomicBool::new(false);
+        Ok(Arc::new(Self { me, config, book, line, lanes, budget, listeners, stays }))
     }
 
     /// What drives `lane`.
@@ -92,6 +98,10 @@ impl Drop for Node {
         let deadline = Instant::now() + LAST_WORDS;
         let left = || deadline.saturating_duration_since(Instant::now());
         self.lanes.iter().for_each(|lane| lane.wait_stopped(left()));
+        if self.stays.load(Ordering::Relaxed) {
+            // The system closes them when the process ends, and not before.
+            std::mem::forget((self.listeners.take(), self.line.clone()));
+        }
     }
 }
 

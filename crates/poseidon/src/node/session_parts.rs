@@ -1,6 +1,6 @@
 //! What one session has on the lanes of its node.
 
-use super::Node;
+use super::{Node, checkpoint};
 use crate::Error;
 use crate::engine::driver::Driver;
 use crate::engine::traffic::Counters;
@@ -10,10 +10,14 @@ use crate::lane::plan_state::PlanState;
 use crate::lane::{Command, Parts, SessionLane};
 use crate::memory::exchange::Exchange;
 use crate::memory::factors::FactorMatrices;
+use crate::memory::kept::KeptPiece;
+use poseidon_checkpoint::Checkpoint;
+use poseidon_core::wire::Terms;
 use poseidon_core::{ChannelId, Clock, LaneId, Layer, LayerId, Plan, Shard, Store};
 use std::collections::BTreeSet;
-use std::sync::Arc;
-use std::sync::mpsc::{self, Sender};
+use std::ops::Range;
+use std::sync::mpsc::{self, Receiver, Sender};
+use std::sync::{Arc, Mutex};
 
 /// A session's parts on all lanes, and what these parts share with the program.
 pub(crate) struct SessionParts {
@@ -25,9 +29,24 @@ pub(crate) struct SessionParts {
     /// By layer: where its factors meet, if it goes by factors. No layer has any on a dedicated
     /// server.
     pub(crate) matrices: Matrices,
-    lanes: Vec<Mailbox>,
+    /// Where what workers asked to keep goes, and where it comes out. Whoever writes it to storage
+    /// holds the other end meanwhile.
+    pub(crate) keeper: Sender<KeptPiece>,
+    pub(crate) kept: Arc<Mutex<Option<Receiver<KeptPiece>>>>,
+    /// By lane. Shared with consignments.
+    lanes: Arc<[Mailbox]>,
     /// Layer → the lanes that hold chunks of it: only they are woken for it.
-    lanes_of: Vec<Vec<LaneId>>,
+    lanes_of: Vec<Arc<[LaneId]>>,
+}
+
+/// A layer that goes out piece by piece, from a thread beside the program.
+pub(crate) struct Consignment {
+    pub(crate) board: Arc<Board>,
+    layer: LayerId,
+    /// By lane.
+    mailboxes: Arc<[Mailbox]>,
+    /// The lanes that have a part in it.
+    lanes: Arc<[LaneId]>,
 }
 
 struct Mailbox {
@@ -45,17 +64,33 @@ pub(crate) struct LaneState {
 }
 
 impl SessionParts {
-    /// Attaches the session `id`, which `book` describes, to every lane of `node`.
-    pub(crate) fn attach(node: &Node, id: ChannelId, book: Arc<Book>) -> Self {
+    /// Attaches the session `id`, which `book` describes, to every lane of `node`. Its shards go on
+    /// where `checkpoint` left them.
+    pub(crate) fn attach(
+        node: &Node,
+        id: ChannelId,
+        book: Arc<Book>,
+        checkpoint: Option<&Checkpoint>,
+    ) -> Result<Self, Error> {
         let plan = book.plan();
         let layers: Arc<[Layer]> = book.job.layers.clone().into();
         let board = Arc::new(Board::new(layers.len()));
         let counters = Arc::new(Counters::new(layers.len()));
-        let (lanes_of, lanes) = (lanes_of(&plan), Vec::new());
+        let (lanes_of, lanes) = (lanes_of(&plan), Arc::default());
         let matrices = Vec::new();
-        let mut parts = Self { id, book, plan, board, counters, matrices, lanes, lanes_of };
-        let (states, matrices) = parts.prepare(node, &parts.book);
+        let (keeper, kept) = mpsc::channel();
+        let kept = Arc::new(Mutex::new(Some(kept)));
+        let mut parts =
+            Self { id, book, plan, board, counters, matrices, keeper, kept, lanes, lanes_of };
+        let (mut states, matrices) = parts.prepare(node, &parts.book);
         parts.matrices = matrices;
+        if let Some(checkpoint) = checkpoint {
+            let read = |layer: LayerId, range: &Range<usize>| {
+                checkpoint::read(checkpoint, &layers[layer.index()].name, range)
+            };
+            states.iter_mut().try_for_each(|lane| lane.state.restore(read))?;
+        }
+        let mut mailboxes = Vec::new();
         for LaneState { lane, state } in states {
             let (commands, taken) = mpsc::channel();
             let part = SessionLane::new(Parts {
@@ -67,13 +102,15 @@ impl SessionParts {
                 commands: taken,
                 board: parts.board.clone(),
                 counters: parts.counters.clone(),
+                keeper: parts.keeper.clone(),
                 stall: node.config.timeout,
             });
             let driver = node.lane(lane).clone();
             driver.attach(Box::new(part));
-            parts.lanes.push(Mailbox { commands, driver });
+            mailboxes.push(Mailbox { commands, driver });
         }
-        parts
+        parts.lanes = mailboxes.into();
+        Ok(parts)
     }
 
     /// What the plan of `book` makes on every lane of `node`, and the matrices where its factors
@@ -91,7 +128,7 @@ impl SessionParts {
             .collect();
         let state = |lane| {
             let shard = Shard { node: me, lane };
-            let store = Store::new(&plan, shard, job.optimizer.clone(), job.order());
+            let store = Store::new(&plan, shard, |layer| job.rule(layer), job.order());
             let board = self.board.clone();
             LaneState {
                 lane,
@@ -114,9 +151,23 @@ impl SessionParts {
     pub(crate) fn dispatch(&self, exchange: &Arc<Exchange>) {
         let lanes = &self.lanes_of[exchange.layer.index()];
         self.board.begin(exchange.layer, lanes.len());
-        for lane in lanes {
-            self.lanes[lane.index()].send(Command::Send(exchange.clone()));
+        let all = 0..exchange.gradient.len();
+        for lane in &**lanes {
+            self.lanes[lane.index()].send(Command::Send(exchange.clone(), all.clone()));
         }
+    }
+
+    /// Has the board expect `layer` from the lanes that hold chunks of it, and from whoever gets the
+    /// consignment.
+    pub(crate) fn consign(&self, layer: LayerId) -> Consignment {
+        self.consign_to(layer, self.lanes_of[layer.index()].clone())
+    }
+
+    /// As [`consign`](Self::consign), from the lanes that have factors of the layer.
+    pub(crate) fn consign_to(&self, layer: LayerId, lanes: Arc<[LaneId]>) -> Consignment {
+        self.board.begin(layer, lanes.len() + 1);
+        let (board, mailboxes) = (self.board.clone(), self.lanes.clone());
+        Consignment { board, layer, mailboxes, lanes }
     }
 
     /// Has the lanes send this worker's factors, which are in their place.
@@ -125,12 +176,12 @@ impl SessionParts {
         matrices: &FactorMatrices,
         clock: Clock,
         rows: usize,
-        rate: f32,
+        terms: Terms,
     ) {
         let layer = matrices.layer;
         self.board.begin(layer, matrices.layout.lanes().count());
         for lane in matrices.layout.lanes() {
-            self.lanes[lane.index()].send(Command::SendFactors { layer, clock, rows, rate });
+            self.lanes[lane.index()].send(Command::SendFactors { layer, clock, rows, terms });
         }
     }
 
@@ -156,6 +207,40 @@ impl SessionParts {
     }
 }
 
+impl Consignment {
+    /// The elements `ready` of the layer, whole chunks, may go out: `lanes` have chunks of them.
+    pub(crate) fn send(&self, exchange: &Arc<Exchange>, ready: &Range<usize>, lanes: &[LaneId]) {
+        for lane in lanes {
+            self.mailboxes[lane.index()].send(Command::Send(exchange.clone(), ready.clone()));
+        }
+    }
+
+    /// This worker's factors are in their place.
+    pub(crate) fn send_factors(&self, clock: Clock, rows: usize, terms: Terms) {
+        for lane in &*self.lanes {
+            let command = Command::SendFactors { layer: self.layer, clock, rows, terms };
+            self.mailboxes[lane.index()].send(command);
+        }
+    }
+
+    /// Whether all lanes have finished their part.
+    pub(crate) fn is_back(&self) -> bool {
+        self.board.is_last_part(self.layer)
+    }
+
+    /// The thread beside the program has finished its part, too.
+    pub(crate) fn finish(&self) {
+        self.board.finish_part(self.layer);
+    }
+
+    /// The session cannot go on: the others are told why.
+    pub(crate) fn fail(&self, error: Error) {
+        self.board.fail(error.clone());
+        let reason = error.to_string();
+        self.mailboxes.iter().for_each(|lane| lane.send(Command::Abort(reason.clone())));
+    }
+}
+
 impl Mailbox {
     fn send(&self, command: Command) {
         // If the part has stopped, its reason is on the board.
@@ -165,7 +250,7 @@ impl Mailbox {
     }
 }
 
-fn lanes_of(plan: &Plan) -> Vec<Vec<LaneId>> {
+fn lanes_of(plan: &Plan) -> Vec<Arc<[LaneId]>> {
     let layers = (0..plan.layers() as u32).map(LayerId);
     let lanes =
         |layer| plan.layer_chunks(layer).map(|(_, shard)| shard.lane).collect::<BTreeSet<_>>();

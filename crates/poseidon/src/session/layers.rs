@@ -5,9 +5,12 @@ use crate::lane::board::Board;
 use crate::memory::buffer::Buffer;
 use crate::memory::exchange::Exchange;
 use crate::memory::factors::FactorMatrices;
+use crate::memory::kept::KeptPiece;
+use crate::session::device::Stage;
 use crate::session::rebuild::{Rebuilder, Rule};
 use crate::{Error, LayerId};
-use poseidon_core::{Clock, Optimizer};
+use poseidon_core::wire::{Marks, Terms};
+use poseidon_core::{Clock, NodeId, Optimizer};
 use std::ops::Range;
 use std::sync::mpsc::{self, Receiver, Sender};
 use std::sync::{Arc, Mutex, MutexGuard};
@@ -20,11 +23,15 @@ pub(crate) struct Layers {
     states: Vec<Mutex<LayerState>>,
     /// By layer: the matrices of those that go by factors.
     matrices: Vec<Option<Arc<FactorMatrices>>>,
-    optimizer: Optimizer,
+    /// By layer.
+    rules: Vec<Optimizer>,
     /// How many threads a product may use.
     threads: usize,
     /// Whether a product may use tiles.
     tiles: bool,
+    me: NodeId,
+    /// Where this worker's share of what is to be kept goes.
+    keeper: Sender<KeptPiece>,
 }
 
 #[derive(Debug, Default)]
@@ -35,6 +42,10 @@ pub(crate) struct LayerState {
     pub(crate) initialised: bool,
     pub(crate) in_flight: Option<InFlight>,
     pub(crate) rebuilder: Rebuilder,
+    /// If the layer is on a device: what it passes through.
+    pub(crate) stage: Option<Stage>,
+    /// Everybody's factors as `f32`s, if they travel as something else. Kept for the next step.
+    decoded: Vec<f32>,
 }
 
 /// What the lanes are working on.
@@ -43,14 +54,16 @@ pub(crate) enum InFlight {
     /// Chunks, through the shards.
     Chunks(Arc<Exchange>),
     /// Factors, from worker to worker; `values` waits for what they become.
-    Factors { clock: Clock, rate: f32, values: Buffer, rebuilt: Option<Range<Instant>> },
+    Factors { clock: Clock, terms: Terms, values: Buffer, rebuilt: Option<Range<Instant>> },
+    /// Factors, which the program rebuilds itself.
+    Gathered(Clock),
 }
 
 impl InFlight {
     pub(crate) fn clock(&self) -> Clock {
         match self {
             Self::Chunks(exchange) => exchange.clock,
-            Self::Factors { clock, .. } => *clock,
+            Self::Factors { clock, .. } | Self::Gathered(clock) => *clock,
         }
     }
 }
@@ -58,12 +71,13 @@ impl InFlight {
 impl Layers {
     pub(crate) fn new(
         matrices: Vec<Option<Arc<FactorMatrices>>>,
-        optimizer: Optimizer,
+        rules: Vec<Optimizer>,
         threads: usize,
         tiles: bool,
+        (me, keeper): (NodeId, Sender<KeptPiece>),
     ) -> Self {
         let states = matrices.iter().map(|_| Mutex::default()).collect();
-        Self { states, matrices, optimizer, threads, tiles }
+        Self { states, matrices, rules, threads, tiles, me, keeper }
     }
 
     /// One layer's state, or nothing if there is no such layer. Waits while the layer is being
@@ -99,15 +113,15 @@ impl Layers {
     /// Does nothing if that is done already, or if the layer is not in flight by factors at that
     /// clock.
     pub(crate) fn rebuild(&self, layer: LayerId, at: Clock, state: &mut LayerState) {
-        let Some(InFlight::Factors { clock, rate, values, rebuilt: rebuilt @ None }) =
+        let Some(InFlight::Factors { clock, terms, values, rebuilt: rebuilt @ None }) =
             state.in_flight.as_mut().filter(|sent| sent.clock() == at)
         else {
             return;
         };
         let matrices = self.matrices(layer).expect("only a layer with matrices is sent by factors");
         let rule = Rule {
-            optimizer: &self.optimizer,
-            rate: *rate,
+            optimizer: &self.rules[layer.index()],
+            rate: terms.rate,
             clock: Clock(clock.0 + state.steps_before),
             threads: self.threads,
             tiles: self.tiles,
@@ -115,16 +129,31 @@ impl Layers {
         let begun = Instant::now();
         // SAFETY: the lanes have reported everybody's rows of this clock, and touch them again only
         // after the next clock has been sent; the layer's state, which is locked, is in between.
-        let matrix = unsafe { matrices.matrix(*clock) };
-        let beyond = matrices.take_rows_beyond(*clock);
-        if beyond.is_empty() {
-            state.rebuilder.apply(matrix, &matrices.layout, &rule, values);
-        } else {
-            let mut all = [&*matrix, &beyond].concat();
-            state.rebuilder.apply(&mut all, &matrices.layout, &rule, values);
+        let rows = unsafe { matrices.rows(*clock, &mut state.decoded) };
+        state.rebuilder.apply(rows, &matrices.layout, &rule, values);
+        if terms.marks.contains(Marks::KEEP) {
+            // Every worker has the whole layer. Each keeps a share of it.
+            let range = share(values.len(), self.me, matrices.layout.workers);
+            let part = |vector: &[f32]| vector[range.clone()].into();
+            let piece = KeptPiece {
+                layer,
+                clock: *clock,
+                steps: rule.clock.0,
+                parameters: part(values),
+                vectors: state.rebuilder.state.iter().map(|vector| part(vector)).collect(),
+                range,
+            };
+            // A program that has stopped writing its checkpoint needs it no more.
+            let _ = self.keeper.send(piece);
         }
         *rebuilt = Some(begun..Instant::now());
     }
+}
+
+/// The elements that `worker` keeps, of a layer of `len` that all `workers` have.
+pub(crate) fn share(len: usize, worker: NodeId, workers: usize) -> Range<usize> {
+    let bound = |worker: usize| (len as u128 * worker as u128 / workers as u128) as usize;
+    bound(worker.index())..bound(worker.index() + 1)
 }
 
 /// A thread that rebuilds layers as soon as their factors are there, in the order they are asked for.

@@ -1,29 +1,37 @@
 //! What a training program holds.
 
+pub(crate) mod device;
 pub(crate) mod layers;
 pub(crate) mod rebuild;
 pub(crate) mod rule_state;
 
 mod budget;
+mod builder;
+mod checkpoint;
+mod factors;
 mod gather;
+pub(crate) mod others;
+mod rates;
 mod replan;
+mod requests;
 mod sibling;
 
-use crate::job::book::{self, Book, Job};
-use crate::job::config::{Config, Member};
+use crate::job::book::{self, Book};
 use crate::lane::Command;
 use crate::memory::exchange::Exchange;
-use crate::memory::factors::Factors;
 use crate::node::Node;
+use crate::node::checkpoint::Places;
 use crate::node::session_parts::SessionParts;
 use crate::session::layers::{InFlight, LayerState, Layers, RebuildThread};
+use crate::session::rates::Rates;
+use crate::session::requests::Requests;
 use crate::{Buffer, Error, Traffic};
-use poseidon_core::plan::Placement;
-use poseidon_core::wire::Kind;
-use poseidon_core::{ChannelId, ChunkSize, Clock, Layer, LayerId, Optimizer, Plan, Policy, Scheme};
+pub use builder::Builder;
+pub use checkpoint::{Description, Saved, Saving};
+use poseidon_core::wire::{Kind, Terms};
+use poseidon_core::{ChannelId, Clock, Encoding, Encodings, LayerId, Plan, Scheme};
 use serde_json::Value;
 use std::ops::Range;
-use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::mpsc::sync_channel;
 use std::sync::{Arc, MutexGuard};
 use std::time::{Duration, Instant};
@@ -37,8 +45,9 @@ pub struct Session {
     pub(crate) node: Arc<Node>,
     pub(crate) parts: SessionParts,
     pub(crate) timeout: Duration,
-    /// The learning rate's bits. Written by the training program between steps.
-    rate: AtomicU32,
+    rates: Rates,
+    requests: Requests,
+    places: Places,
     pub(crate) layers: Arc<Layers>,
     /// If there are layers that go by factors.
     rebuild_thread: Option<RebuildThread>,
@@ -61,31 +70,7 @@ pub struct Received {
     pub rebuilt: Option<Range<Instant>>,
 }
 
-/// Describes a job and starts it.
-#[derive(Clone, Debug)]
-#[must_use]
-pub struct Builder {
-    config: Config,
-    job: Job,
-    rate: Option<f32>,
-    rebuild_threads: usize,
-}
-
 impl Session {
-    /// Begins to describe a job for the process that `config` describes.
-    pub fn builder(config: Config) -> Builder {
-        let job = Job {
-            layers: Vec::new(),
-            optimizer: Optimizer::default(),
-            chunk: ChunkSize::default(),
-            placement: Placement::default(),
-            deterministic: false,
-            scheme: Policy::default(),
-            batch: None,
-        };
-        Builder { config, job, rate: None, rebuild_threads: 1 }
-    }
-
     /// This worker's rank.
     pub fn rank(&self) -> u16 {
         self.node.me.0
@@ -146,37 +131,30 @@ impl Session {
         self.parts.counters.sent(layer.index())
     }
 
-    /// Changes the learning rate of the steps sent from now on. Every worker must do so alike.
-    pub fn set_learning_rate(&self, rate: f32) {
-        self.rate.store(rate.to_bits(), Ordering::Relaxed);
-    }
-
     /// Gives every worker worker 0's values of `layer`, and the shards their initial parameters.
     /// Every worker calls it, once, before the first [`send`](Session::send) of the layer, and
     /// receives the values with [`receive`](Session::receive).
     pub fn broadcast(&self, layer: LayerId, values: Buffer) -> Result<(), Error> {
         let mut state = self.state(layer)?;
-        self.check_length(layer, "buffer", &values)?;
-        self.check_landed(layer, &state)?;
+        let down = self.parts.plan.encodings(layer).down;
+        self.check_buffer(layer, "buffer", &values, down)?;
+        self.check_broadcast(layer, &state)?;
+        let exchange = Exchange::of_initial_values(layer, values, None);
+        self.dispatch(&mut state, exchange)
+    }
+
+    fn check_broadcast(&self, layer: LayerId, state: &LayerState) -> Result<(), Error> {
+        self.check_landed(layer, state)?;
         if state.initialised || state.clock != Clock(0) {
             let (layer, clock) = (self.name(layer), state.clock);
             return Err(Error::AlreadyInitialised { layer, clock });
         }
-        self.dispatch(
-            &mut state,
-            Exchange {
-                layer,
-                clock: Clock(0),
-                kind: Kind::Init,
-                rate: 0.0,
-                gradient: values,
-                destination: None,
-            },
-        )
+        Ok(())
     }
 
     /// Contributes `gradient` to the layer's next clock. Returns at once; the result replaces the
-    /// gradient in the same memory.
+    /// gradient in the same memory. The gradient is of the layer's [`up`](crate::Layer::up) encoding, and the
+    /// result of its `down`.
     pub fn send(&self, layer: LayerId, gradient: Buffer) -> Result<(), Error> {
         self.push(layer, gradient, None)
     }
@@ -189,39 +167,6 @@ impl Session {
         destination: Buffer,
     ) -> Result<(), Error> {
         self.push(layer, gradient, Some(destination))
-    }
-
-    /// Contributes to the layer's next clock by factors. This worker has as many rows of them as
-    /// its batch has samples, perhaps in several parts. Returns as soon as the rows are copied.
-    ///
-    /// What [`receive`](Session::receive) gives back is `values`: overwritten with the reduced
-    /// gradient or, with an optimizer that updates parameters, taken one step on. In that case
-    /// `values` must be the layer's parameters as the last `receive` gave them, because no shard
-    /// has the parameters.
-    pub fn send_factors(
-        &self,
-        layer: LayerId,
-        parts: &[Factors<'_>],
-        values: Buffer,
-    ) -> Result<(), Error> {
-        let mut state = self.state(layer)?;
-        let Some(matrices) = self.layers.matrices(layer) else {
-            let instead = "send its gradient instead of factors";
-            let (layer, scheme) = (self.name(layer), Scheme::Ps);
-            return Err(Error::Scheme { layer, scheme, instead });
-        };
-        self.check_length(layer, "buffer of values", &values)?;
-        let rows = matrices
-            .count_rows(parts)
-            .map_err(|why| Error::Factors { layer: self.name(layer), why })?;
-        self.check_landed(layer, &state)?;
-        let rate = self.check_step(layer, &state)?;
-        self.parts.board.failure().map_or(Ok(()), Err)?;
-        let clock = state.clock.next();
-        matrices.write_own(self.node.me, clock, parts);
-        state.in_flight = Some(InFlight::Factors { clock, rate, values, rebuilt: None });
-        self.parts.dispatch_factors(matrices, clock, rows, rate);
-        Ok(())
     }
 
     /// Has a layer that was [sent by factors](Session::send_factors) rebuilt as soon as all
@@ -257,8 +202,19 @@ impl Session {
     pub fn receive_unless(
         &self,
         layer: LayerId,
-        mut interrupted: impl FnMut() -> bool,
+        interrupted: impl FnMut() -> bool,
     ) -> Result<Option<Received>, Error> {
+        self.check_receiver(layer, false)?;
+        let landed = self.await_landed(layer, interrupted)?;
+        Ok(landed.map(|in_flight| self.received(layer, in_flight)))
+    }
+
+    /// Waits until what was sent last is all back, unless it is interrupted.
+    fn await_landed(
+        &self,
+        layer: LayerId,
+        mut interrupted: impl FnMut() -> bool,
+    ) -> Result<Option<InFlight>, Error> {
         let in_flight = self.state(layer)?.in_flight.as_ref().map(InFlight::clock);
         let Some(clock) = in_flight else {
             return Err(Error::NotInFlight { layer: self.name(layer) });
@@ -278,27 +234,34 @@ impl Session {
             self.parts.command_all(|| Command::Abort(error.to_string()));
             return Err(error);
         }
-        let landed = self.parts.board.finished(layer);
         let mut state = self.state(layer)?;
         self.layers.rebuild(layer, clock, &mut state);
         let Some(in_flight) = state.in_flight.take_if(|sent| sent.clock() == clock) else {
             return Err(Error::NotInFlight { layer: self.name(layer) }); // another thread was faster
         };
         state.clock = clock;
+        if let InFlight::Chunks(exchange) = &in_flight {
+            state.initialised |= exchange.kind == Kind::Init;
+        }
+        Ok(Some(in_flight))
+    }
+
+    fn received(&self, layer: LayerId, in_flight: InFlight) -> Received {
+        let (clock, landed) = (in_flight.clock(), self.parts.board.finished(layer));
         let (result, gradient, rebuilt) = match in_flight {
             InFlight::Chunks(exchange) => {
                 // Lanes let go of an exchange before they report their part done.
                 let exchange =
                     Arc::into_inner(exchange).expect("a lane kept an exchange it reported done");
-                state.initialised |= exchange.kind == Kind::Init;
                 match exchange.destination {
                     Some(result) => (result, Some(exchange.gradient), None),
                     None => (exchange.gradient, None, None),
                 }
             }
             InFlight::Factors { values, rebuilt, .. } => (values, None, rebuilt),
+            InFlight::Gathered(_) => (Buffer::default(), None, None),
         };
-        Ok(Some(Received { result, gradient, clock, landed, rebuilt }))
+        Received { result, gradient, clock, landed, rebuilt }
     }
 
     /// Whether [`receive`](Session::receive) would return without waiting.
@@ -348,22 +311,31 @@ impl Session {
 
     fn push(&self, layer: LayerId, gradient: Buffer, into: Option<Buffer>) -> Result<(), Error> {
         let mut state = self.state(layer)?;
-        self.check_length(layer, "gradient", &gradient)?;
-        if let Some(destination) = &into {
-            self.check_length(layer, "destination", destination)?;
-        }
+        let Encodings { up, down } = self.parts.plan.encodings(layer);
+        self.check_buffer(layer, "gradient", &gradient, up)?;
+        // Without a destination the result goes where the gradient was.
+        let (what, result) = match &into {
+            Some(destination) => ("destination", destination),
+            None => ("gradient, which the result replaces,", &gradient),
+        };
+        self.check_buffer(layer, what, result, down)?;
+        let terms = self.check_push(layer, &state)?;
+        let (clock, kind, landings) = (state.clock.next(), Kind::Push, None);
+        self.dispatch(
+            &mut state,
+            Exchange { layer, clock, kind, terms, gradient, destination: into, landings },
+        )
+    }
+
+    /// Whether a gradient may be sent now. Returns what goes with it.
+    fn check_push(&self, layer: LayerId, state: &LayerState) -> Result<Terms, Error> {
         if self.layers.matrices(layer).is_some() {
             let instead = "send its factors instead of a gradient";
             let (layer, scheme) = (self.name(layer), Scheme::Sfb);
             return Err(Error::Scheme { layer, scheme, instead });
         }
-        self.check_landed(layer, &state)?;
-        let rate = self.check_step(layer, &state)?;
-        let clock = state.clock.next();
-        self.dispatch(
-            &mut state,
-            Exchange { layer, clock, kind: Kind::Push, rate, gradient, destination: into },
-        )
+        self.check_landed(layer, state)?;
+        self.check_step(layer, state)
     }
 
     fn dispatch(&self, state: &mut LayerState, exchange: Exchange) -> Result<(), Error> {
@@ -374,18 +346,18 @@ impl Session {
         Ok(())
     }
 
-    /// Whether the layer may take a step. Returns the step's learning rate.
-    fn check_step(&self, layer: LayerId, state: &LayerState) -> Result<f32, Error> {
-        let optimizer = &self.parts.book.job.optimizer;
+    /// Whether the layer may take a step. Returns what goes with its contribution.
+    fn check_step(&self, layer: LayerId, state: &LayerState) -> Result<Terms, Error> {
+        let optimizer = self.parts.book.job.rule(layer);
         if !state.initialised && !optimizer.is_stateless() {
             let optimizer = optimizer.to_string();
             return Err(Error::NotInitialised { layer: self.name(layer), optimizer });
         }
-        let rate = f32::from_bits(self.rate.load(Ordering::Relaxed));
+        let rate = self.rates.get(layer);
         if !rate.is_finite() {
             return Err(Error::Config(format!("learning rate {rate}: expected a number")));
         }
-        Ok(rate)
+        Ok(Terms { rate, marks: self.requests.marks(state.clock.next()) })
     }
 
     /// Asks the lanes what they are waiting for.
@@ -400,6 +372,9 @@ impl Session {
             words.extend(answer);
         }
         match words.len() {
+            0 if self.state(layer).is_ok_and(|state| state.stage.is_some()) => {
+                "its device has not computed it or not copied it".into()
+            }
             0 => "the lanes await nothing".into(),
             n if n > 4 => format!("awaiting {} and {} more", words[..4].join(", "), n - 4),
             _ => format!("awaiting {}", words.join(", ")),
@@ -410,17 +385,28 @@ impl Session {
         self.layers.state(layer).ok_or_else(|| self.unknown(&format!("#{layer}")))
     }
 
-    fn check_length(
+    /// Whether `buffer` has the layer's length and is of `encoding`.
+    fn check_buffer(
         &self,
         layer: LayerId,
         what: &'static str,
         buffer: &Buffer,
+        encoding: Encoding,
     ) -> Result<(), Error> {
+        self.check_length(layer, what, buffer.len())?;
+        if buffer.encoding() != encoding {
+            let (layer, expected, got) = (self.name(layer), encoding, buffer.encoding());
+            return Err(Error::Encoding { layer, what, expected, got });
+        }
+        Ok(())
+    }
+
+    fn check_length(&self, layer: LayerId, what: &'static str, got: usize) -> Result<(), Error> {
         let expected = self.parts.book.job.layers[layer.index()].len;
-        if buffer.len() == expected {
+        if got == expected {
             return Ok(());
         }
-        Err(Error::Length { layer: self.name(layer), what, expected, got: buffer.len() })
+        Err(Error::Length { layer: self.name(layer), what, expected, got })
     }
 
     pub(crate) fn check_landed(&self, layer: LayerId, state: &LayerState) -> Result<(), Error> {
@@ -464,103 +450,6 @@ impl Drop for Session {
     }
 }
 
-impl Builder {
-    /// Adds a layer. Layers are added in forward order.
-    pub fn layer(mut self, layer: Layer) -> Self {
-        self.job.layers.push(layer);
-        self
-    }
-
-    /// Adds layers, in forward order.
-    pub fn layers(mut self, layers: impl IntoIterator<Item = Layer>) -> Self {
-        self.job.layers.extend(layers);
-        self
-    }
-
-    /// What shards do with a complete chunk. Default: return the mean of the gradients.
-    pub fn optimizer(mut self, optimizer: Optimizer) -> Self {
-        self.job.optimizer = optimizer;
-        self
-    }
-
-    /// The first step's learning rate. Needed by optimizers that update parameters.
-    pub fn learning_rate(mut self, rate: f32) -> Self {
-        self.rate = Some(rate);
-        self
-    }
-
-    /// How layers are cut into chunks.
-    pub fn chunk_size(mut self, size: ChunkSize) -> Self {
-        self.job.chunk = size;
-        self
-    }
-
-    /// How chunks are spread over shards.
-    pub fn placement(mut self, placement: Placement) -> Self {
-        self.job.placement = placement;
-        self
-    }
-
-    /// Adds contributions in rank order: runs are then bit-identical to their repetition.
-    pub fn deterministic(mut self, deterministic: bool) -> Self {
-        self.job.deterministic = deterministic;
-        self
-    }
-
-    /// Which schemes the plan may choose from.
-    pub fn scheme(mut self, policy: Policy) -> Self {
-        self.job.scheme = policy;
-        self
-    }
-
-    /// The most samples this worker has in one step: with it, the plan can let fully connected layers
-    /// go by factors. The program then asks for each layer's [`scheme`](Session::scheme).
-    pub fn batch(mut self, batch: usize) -> Self {
-        self.job.batch = Some(batch);
-        self
-    }
-
-    /// How many threads may rebuild a gradient from factors together. Default: 1. The result does not
-    /// depend on it.
-    pub fn rebuild_threads(mut self, threads: usize) -> Self {
-        self.rebuild_threads = threads.max(1);
-        self
-    }
-
-    /// Finds the other nodes and opens links to them. Returns when the whole cluster is there.
-    pub fn start(self) -> Result<Session, Error> {
-        let config = self.config.clone();
-        if let Member::Server(index) = config.member {
-            return Err(Error::Config(format!(
-                "this process is server {index}: a session is for workers, servers call serve"
-            )));
-        }
-        let (job, rate, rebuild_threads) = self.check()?;
-        let node = Node::start(&config, Some(job), None)?;
-        let book = node.book.clone();
-        Session::open(node, ChannelId::FIRST, book, rate, rebuild_threads)
-    }
-
-    /// Refuses what cannot be trained. Returns the job, the first learning rate, and how many threads
-    /// rebuild gradients.
-    fn check(self) -> Result<(Job, f32, usize), Error> {
-        let Self { job, rate, rebuild_threads, .. } = self;
-        job.validate()?;
-        let rate = match rate {
-            Some(rate) if rate.is_finite() => rate,
-            Some(rate) => {
-                return Err(Error::Config(format!("learning rate {rate}: expected a number")));
-            }
-            None if job.optimizer.is_stateless() => 0.0,
-            None => {
-                let rule = &job.optimizer;
-                return Err(Error::Config(format!("update rule '{rule}' needs a learning rate")));
-            }
-        };
-        Ok((job, rate, rebuild_threads))
-    }
-}
-
 impl Session {
     /// Opens the session `id` that `book` describes on the links of `node`.
     pub(crate) fn open(
@@ -571,20 +460,33 @@ impl Session {
         rebuild_threads: usize,
     ) -> Result<Self, Error> {
         let timeout = node.config.timeout;
-        let (optimizer, tiles) = (book.job.optimizer.clone(), book.tiles());
-        let parts = SessionParts::attach(&node, id, book);
+        let (rules, tiles) = (book.job.rules().cloned().collect(), book.tiles());
+        let rates = Rates::new(book.job.layers.len(), rate);
+        let places = Places::open(&book.job)?;
+        let parts = SessionParts::attach(&node, id, book, places.from.as_deref())?;
         let by_factors = parts.matrices.iter().any(Option::is_some);
-        let layers = Layers::new(parts.matrices.clone(), optimizer, rebuild_threads, tiles);
+        let keeping = (node.me, parts.keeper.clone());
+        let layers = Layers::new(parts.matrices.clone(), rules, rebuild_threads, tiles, keeping);
         let layers = Arc::new(layers);
-        let rate = AtomicU32::new(rate.to_bits());
-        let (rebuild_thread, finished) = (None, false);
-        let mut session = Self { node, parts, timeout, rate, layers, rebuild_thread, finished };
+        let (requests, rebuild_thread, finished) = (Requests::default(), None, false);
+        let mut session = Self {
+            node,
+            parts,
+            timeout,
+            rates,
+            requests,
+            places,
+            layers,
+            rebuild_thread,
+            finished,
+        };
         // From here on a failure drops the session, and the drop tells the other workers.
         if by_factors {
             let (layers, board) = (session.layers.clone(), session.parts.board.clone());
             let thread = RebuildThread::start(layers, board, patience(timeout))?;
             session.rebuild_thread = Some(thread);
         }
+        session.restore_layers()?;
         Ok(session)
     }
 }

@@ -18,6 +18,8 @@ struct LayerPosition {
     steps_before: u64,
     /// The rule's vectors, whole. None before the first step, and where the rule keeps none.
     vectors: Vec<Vec<f32>>,
+    /// The parameters, whole, if workers have them rounded.
+    masters: Vec<f32>,
 }
 
 impl Session {
@@ -44,12 +46,14 @@ impl Session {
         job.scheme = rules.policy;
         job.batch = rules.batch;
         let book = Arc::new(Book { epoch, job, ..Book::clone(&self.parts.book) });
-        let stateless = book.job.optimizer.is_stateless();
         let mut values: Vec<&[f32]> = Vec::new();
         for layer in self.layers.ids() {
-            let of_layer = if stateless { &[][..] } else { parameters(layer) };
+            let stateless = book.job.rule(layer).is_stateless();
+            // The shards know better what workers have rounded.
+            let asks = !stateless && !self.has_masters(layer);
+            let of_layer = if asks { parameters(layer) } else { &[][..] };
             let (expected, got) = (book.job.layers[layer.index()].len, of_layer.len());
-            if !stateless && got != expected {
+            if asks && got != expected {
                 let (layer, what) = (self.name(layer), "values");
                 return Err(Error::Length { layer, what, expected, got });
             }
@@ -71,7 +75,11 @@ impl Session {
             for (layer, position) in self.layers.ids().zip(&positions) {
                 if position.initialised || position.clock > Clock(0) {
                     let at = (position.clock, position.steps_before);
-                    state.state.resume(layer, at, values[layer.index()], &position.vectors);
+                    let parameters = match &position.masters[..] {
+                        [] => values[layer.index()],
+                        masters => masters,
+                    };
+                    state.state.resume(layer, at, parameters, &position.vectors);
                 }
             }
             self.parts.command(state.lane, Command::Replan(Box::new(state.state)));
@@ -110,16 +118,20 @@ impl Session {
             let steps_before = state.steps_before;
             drop(state);
             let stepped = initialised || clock > Clock(0);
-            let mut vectors = if stepped { held.vectors } else { Vec::new() };
-            if !vectors.is_empty() && group.is_none() && self.workers() > 1 {
+            let (mut vectors, mut masters) = match stepped {
+                true => (held.vectors, held.masters),
+                false => (Vec::new(), Vec::new()),
+            };
+            let is_empty = vectors.is_empty() && masters.is_empty();
+            if !is_empty && group.is_none() && self.workers() > 1 {
                 group = Some(self.group(&self.topic())?);
             }
-            for vector in &mut vectors {
-                if let Some(group) = &group {
+            for vector in vectors.iter_mut().chain([&mut masters]) {
+                if let Some(group) = group.as_ref().filter(|_| !vector.is_empty()) {
                     self.unite(group, vector)?;
                 }
             }
-            positions.push(LayerPosition { clock, initialised, steps_before, vectors });
+            positions.push(LayerPosition { clock, initialised, steps_before, vectors, masters });
         }
         Ok(positions)
     }
@@ -148,7 +160,9 @@ impl Session {
         self.rebuild_thread = None;
         let job = &self.parts.book.job;
         let (matrices, tiles) = (self.parts.matrices.clone(), self.parts.book.tiles());
-        let layers = Layers::new(matrices, job.optimizer.clone(), threads, tiles);
+        let rules = job.rules().cloned().collect();
+        let keeping = (self.node.me, self.parts.keeper.clone());
+        let layers = Layers::new(matrices, rules, threads, tiles, keeping);
         for (layer, position) in layers.ids().zip(positions) {
             let mut state = layers.state(layer).expect("as many layers as before");
             state.clock = position.clock;

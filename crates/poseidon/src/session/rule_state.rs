@@ -1,21 +1,12 @@
 //! What update rules remember, out of the shards and back into them: for checkpoints.
 
 use crate::lane::Command;
+use crate::memory::rule_state::RuleState;
 use crate::{Error, Session};
-use poseidon_core::{LayerId, Role};
+use poseidon_core::{Encoding, LayerId, Role};
 use std::sync::Arc;
 use std::sync::mpsc::{SyncSender, sync_channel};
 use std::time::Instant;
-
-/// What an update rule remembers of a layer.
-#[derive(Clone, Debug, Default, PartialEq)]
-pub struct RuleState {
-    /// Steps taken so far.
-    pub steps: u64,
-    /// The rule's vectors, each as long as the layer: momentum; or the means of the gradient and of
-    /// its square. As many as [`Optimizer::state_vectors`](crate::Optimizer::state_vectors) says.
-    pub vectors: Vec<Vec<f32>>,
-}
 
 impl Session {
     /// What this node holds of the update rule's state of `layer`. Elements that other nodes hold
@@ -28,44 +19,60 @@ impl Session {
         self.check_landed(layer, &state)?;
         let job = &self.parts.book.job;
         let len = job.layers[layer.index()].len;
-        let mut vectors = vec![vec![0.0; len]; job.optimizer.state_vectors()];
+        let mut vectors = vec![vec![0.0; len]; job.rule(layer).state_vectors()];
+        let mut masters = vec![0.0; if self.has_masters(layer) { len } else { 0 }];
         if self.layers.matrices(layer).is_some() {
             // Every worker has the whole state. Worker 0 alone returns it, so that the sum is
-            // right.
-            if self.rank() == 0 && state.clock.0 + state.steps_before > 0 {
+            // right. A program that rebuilds gradients itself has the state, and there is none here.
+            if self.rank() == 0 && !state.rebuilder.state.is_empty() {
                 vectors.clone_from(&state.rebuilder.state);
             }
         } else {
-            for (range, piece) in
+            for piece in
                 self.ask(layer, |reply| Command::RuleState(layer, reply))?.into_iter().flatten()
             {
-                for (vector, piece) in vectors.iter_mut().zip(piece) {
-                    vector[range.clone()].copy_from_slice(&piece);
+                for (vector, part) in vectors.iter_mut().zip(piece.vectors) {
+                    vector[piece.range.clone()].copy_from_slice(&part);
+                }
+                if let Some(part) = piece.masters {
+                    masters[piece.range].copy_from_slice(&part);
                 }
             }
         }
-        Ok(RuleState { steps: state.clock.0 + state.steps_before, vectors })
+        Ok(RuleState { steps: state.clock.0 + state.steps_before, vectors, masters })
+    }
+
+    /// Whether the shards have parameters of `layer` that workers get rounded.
+    pub(crate) fn has_masters(&self, layer: LayerId) -> bool {
+        let rounded = self.parts.plan.encodings(layer).down != Encoding::F32;
+        rounded && !self.parts.book.job.rule(layer).is_stateless()
     }
 
     /// Puts the update rule of `layer` where it was when `rule` was taken, summed over all workers.
     ///
     /// Every worker calls it alike, after the layer's initial parameters are
-    /// [received](Self::receive) and before its first step.
+    /// [received](Self::receive) and before its first step. Masters may be left out: then the initial
+    /// parameters are the masters.
     pub fn restore_rule(&self, layer: LayerId, rule: RuleState) -> Result<(), Error> {
         self.check_no_dedicated_server()?;
         let mut state = self.state(layer)?;
         self.check_landed(layer, &state)?;
         let job = &self.parts.book.job;
-        let (len, expected) = (job.layers[layer.index()].len, job.optimizer.state_vectors());
+        let (len, expected) = (job.layers[layer.index()].len, job.rule(layer).state_vectors());
         let refuse = |why: String| Err(Error::RuleState { layer: self.name(layer), why });
         if rule.vectors.len() != expected {
             return refuse(format!(
                 "update rule '{}' keeps {expected} vectors, got {}",
-                job.optimizer,
+                job.rule(layer),
                 rule.vectors.len()
             ));
         }
-        if let Some(vector) = rule.vectors.iter().find(|vector| vector.len() != len) {
+        if !rule.masters.is_empty() && !self.has_masters(layer) {
+            return refuse("the layer's parameters are not rounded: it has no masters".into());
+        }
+        let masters = Some(&rule.masters).filter(|masters| !masters.is_empty());
+        let mut vectors = rule.vectors.iter().chain(masters);
+        if let Some(vector) = vectors.find(|vector| vector.len() != len) {
             return refuse(format!(
                 "the layer has {len} parameters, got a vector of {}",
                 vector.len()
@@ -83,8 +90,8 @@ impl Session {
             state.rebuilder.state = rule.vectors;
             return Ok(());
         }
-        let (steps, vectors) = (rule.steps, Arc::new(rule.vectors));
-        let restore = |reply| Command::RestoreRule(layer, steps, vectors.clone(), reply);
+        let rule = Arc::new(rule);
+        let restore = |reply| Command::RestoreRule(layer, rule.clone(), reply);
         let fits = self.ask(layer, restore)?;
         if fits.contains(&false) {
             return refuse("a shard has no such chunk".into());

@@ -70,7 +70,7 @@ impl Fake {
 
     /// The header of this node's contribution to `chunk` at `clock`.
     pub(crate) fn push(&self, chunk: ChunkKey, clock: u64) -> Header {
-        let bare = self.bare(Kind::Push, self.plan.len(chunk) * size_of::<f32>());
+        let bare = self.bare(Kind::Push, self.plan.payload(chunk, Kind::Push));
         Header { chunk, clock: Clock(clock), ..bare }
     }
 

@@ -42,6 +42,7 @@ pub(crate) fn job() -> Job {
         deterministic: false,
         scheme: Policy::Auto,
         batch: None,
+        checkpoints: poseidon::Checkpoints::default(),
     }
 }
 

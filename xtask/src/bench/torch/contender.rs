@@ -17,6 +17,8 @@ pub(crate) enum Contender {
     Ddp,
     /// The same, with gradients rounded to 16 bits: lossy, for comparison
     DdpFp16,
+    /// Stock DistributedDataParallel on NCCL, over TCP; `bench gpu` alone has it
+    DdpNccl,
     /// Stock DistributedDataParallel on the `poseidon` backend
     DdpPoseidon,
     /// poseidon.torch, each layer by what is cheapest
@@ -35,6 +37,7 @@ impl Contender {
             Self::Apart => "apart",
             Self::Ddp => "ddp",
             Self::DdpFp16 => "ddp-fp16",
+            Self::DdpNccl => "ddp-nccl",
             Self::DdpPoseidon => "ddp-poseidon",
             Self::Poseidon => "poseidon",
             Self::PoseidonPs => "poseidon-ps",
@@ -43,12 +46,13 @@ impl Contender {
     }
 
     /// In a table.
-    pub(super) fn words(self) -> &'static str {
+    pub(crate) fn words(self) -> &'static str {
         match self {
             Self::Alone => "alone",
             Self::Apart => "apart, not synchronised",
             Self::Ddp => "stock DDP, Gloo",
             Self::DdpFp16 => "stock DDP, Gloo, fp16 hook (lossy)",
+            Self::DdpNccl => "stock DDP, NCCL over TCP",
             Self::DdpPoseidon => "stock DDP, poseidon backend",
             Self::Poseidon => "poseidon.torch",
             Self::PoseidonPs => "poseidon.torch, scheme ps",
@@ -57,12 +61,13 @@ impl Contender {
     }
 
     /// Under a bar.
-    pub(super) fn label(self) -> &'static str {
+    pub(crate) fn label(self) -> &'static str {
         match self {
             Self::Alone => "alone",
             Self::Apart => "apart",
             Self::Ddp => "DDP",
             Self::DdpFp16 => "fp16",
+            Self::DdpNccl => "NCCL",
             Self::DdpPoseidon => "backend",
             Self::Poseidon => "poseidon",
             Self::PoseidonPs => "ps",
@@ -70,12 +75,13 @@ impl Contender {
         }
     }
 
-    pub(super) fn colour(self) -> RGBColor {
+    pub(crate) fn colour(self) -> RGBColor {
         match self {
             Self::Alone => charts::GREY,
             Self::Apart => RGBColor(190, 190, 190),
             Self::Ddp => charts::ORANGE,
             Self::DdpFp16 => RGBColor(230, 159, 0),
+            Self::DdpNccl => RGBColor(240, 228, 66),
             Self::DdpPoseidon => RGBColor(204, 121, 167),
             Self::Poseidon => charts::BLUE,
             Self::PoseidonPs => RGBColor(86, 180, 233),

@@ -14,7 +14,7 @@ const NETS: [(&str, u32, u32); 2] = [("cnn", 6, 100), ("fc", 1, 100)];
 
 /// What `torch_single.py` prints.
 #[derive(Debug, Deserialize, Serialize)]
-struct Turns {
+pub(crate) struct Turns {
     net: String,
     batch: u32,
     pairs: u32,
@@ -51,16 +51,23 @@ pub(super) fn run(lab: &Lab) -> Result<Finding> {
         let pairs = if lab.quick { 10 } else { pairs };
         let (steps, pairs) = (steps.to_string(), pairs.to_string());
         let words = ["--net", net, "--steps", &steps, "--pairs", &pairs];
-        let printed = lab.script("torch_single.py", &words)?;
-        let turns: Turns = serde_json::from_str(&printed).context("torch_single.py")?;
-        println!("{net}: {}", shown(&turns.ratio));
+        let turns = Turns::parse(&lab.script("torch_single.py", &words)?)?;
         lab.keep("single", &turns)?;
         all.push(turns);
     }
     Ok(finding(&all))
 }
 
-fn finding(all: &[Turns]) -> Finding {
+impl Turns {
+    /// Reads what `torch_single.py` has printed.
+    pub(crate) fn parse(printed: &str) -> Result<Self> {
+        let turns: Self = serde_json::from_str(printed).context("torch_single.py")?;
+        println!("{}: {}", turns.net, shown(&turns.ratio));
+        Ok(turns)
+    }
+}
+
+pub(crate) fn finding(all: &[Turns]) -> Finding {
     let mut text = "One process on one thread trains a net under poseidon.torch and plainly, in turns. \
         Whatever else the machine does falls on both alike; the ratio is the median over the pairs of turns, with the \
         interval that has it with 95% confidence.\n\n\

@@ -1,16 +1,24 @@
 """What a wrapper does in backward passes: gradients leave as they are made."""
 
 import functools
-from typing import Any, Callable, Dict, List, Optional, Sequence
+from typing import Any, Callable, Dict, List, Optional, Sequence, Set
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
+from torch.utils._pytree import tree_leaves
 
 from poseidon import _native
+from poseidon.torch._absent import Absent
+from poseidon.torch._hooks import weakly
 from poseidon.torch._job import memory, rank
 from poseidon.torch._join import Join
-from poseidon.torch._layers import Factored, Member, Unit, unpatch
+from poseidon.torch._layers import Factored, Member, Unit, settle, take_gradients
+from poseidon.torch._linear import unpatch
+from poseidon.torch._remainder import Remainders
+
+# After so many steps in which a layer's gradient had to be sent besides its factors, it goes without them.
+_MOST_REMAINDERS = 3
 
 
 def or_abort(method: Callable[..., None]) -> Callable[..., None]:
@@ -32,14 +40,20 @@ class Backward(nn.Module):
 
     synchronize: Callable[[], None]
     _start_session: Callable[[], None]
+    _set_rates: Callable[[List[float]], None]
+    _restart: Callable[[], None]
+    _close: Callable[..., None]
 
     find_unused_parameters: bool
+    static_graph: bool
     _update: str
     _members: Dict[nn.Parameter, Member]
     _rule: Any
+    _rates: List[float]
     _session: Optional[_native.Session]
     _units: List[Unit]
     _usage_unit: Optional[Unit]
+    _remainders: Optional[Remainders]
     _factored: List[Factored]
     _leaving: List[Factored]
     _ends: List[Any]
@@ -48,12 +62,37 @@ class Backward(nn.Module):
     _synchronises: bool
     _in_backward: bool
     _ending: Optional[int]
+    _sees_outputs: bool
+    _early: List[Member]
+    _early_pass: int
     _forwards: int
     _stepped: bool
+    _absent: List[Member]
+
+    @property
+    def _expects_unused(self) -> bool:
+        """Whether parameters may take no part. A static graph of torch's finds out by itself which do not."""
+        return self.find_unused_parameters or self.static_graph
+
+    @torch.compiler.disable
+    def _hook_outputs(self, result: Any) -> None:
+        """Backward begins at the outputs, in the outermost pass: one in a checkpoint is part of it."""
+        self._sees_outputs = False
+        for output in tree_leaves(result):
+            if isinstance(output, Tensor) and output.requires_grad and output.grad_fn is not None:
+                output.register_hook(weakly(self._on_output))
+                self._sees_outputs = True
 
     @or_abort
     def _begin_backward(self) -> None:
+        """A pass has reached the wrapper's outputs, or a parameter. Begins to synchronise, if the pass is one that does.
+
+        One that does not go through the outputs, ``model.module(x).backward()``, leaves its gradients here, as with
+        torch's wrapper: the next pass that synchronises sends them.
+        """
         if self._in_backward or not self._synchronises:
+            return
+        if self._ending is None and (self._sees_outputs or self._forwards == 0):
             return
         if self._forwards == 0:
             raise RuntimeError(
@@ -74,12 +113,16 @@ class Backward(nn.Module):
         if self._update == "server":
             self._stepped = False
             self._rule.check()
-            self._session.set_learning_rate(self._rule.rate())  # type: ignore[union-attr]
+            self._set_rates(self._rule.rates())
             self.synchronize()
-        for factored in self._factored:
-            factored.settle()
+        settle(self._factored)
+        if self._update == "server":
+            take_gradients(self._factored)
         for unit in self._units:
             unit.begin()
+        early, self._early = self._early, []
+        for member in early if self._early_pass == torch._C._current_graph_task_id() else ():
+            self._on_gradient(member, member.parameter)
 
     @or_abort
     def _on_output(self, _: Tensor) -> None:
@@ -111,18 +154,20 @@ class Backward(nn.Module):
         """Called for each parameter: every microsecond counts."""
         member.is_used = True
         if not self._synchronises:
-            if member.factored is not None:
-                member.factored.note_gradient(parameter)
             return
         if not self._in_backward:
             self._begin_backward()
+            if not self._in_backward:
+                self._note_early(member)
+                return
         unit = member.unit
         assert unit is not None
         if unit.fc is not None:
-            if member.has_foreign_gradient():
+            member.is_ready = True
+            if unit.values is not None and unit.in_flight and parameter.grad is not None:
                 raise RuntimeError(
-                    f"'{member.name}' is used outside its layer's forward, where its factors are not seen: "
-                    'pass scheme="ps"'
+                    f"'{member.name}' got a gradient past its layer's forward, after its factors were sent to be stepped "
+                    'with: use update="worker"'
                 )
             return
         if member.is_ready:
@@ -134,6 +179,13 @@ class Backward(nn.Module):
         unit.missing -= 1
         if unit.missing == 0:
             self._send(unit)
+
+    def _note_early(self, member: Member) -> None:
+        """A gradient has come before the pass went through the wrapper's outputs, if it ever will."""
+        current = torch._C._current_graph_task_id()
+        if current != self._early_pass:
+            self._early, self._early_pass = [], current
+        self._early.append(member)
 
     def _send(self, unit: Unit) -> None:
         assert self._session is not None
@@ -147,6 +199,9 @@ class Backward(nn.Module):
         self._check(unit)
         for member in unit.members if factored.parts else ():
             member.is_ready = True
+        if unit.local is not None:
+            # In a join, those of a worker that still trains: this worker's own schedule may have stopped.
+            unit.local.rate = self._rates[unit.group]
         unit.send_factors(self._session, factored.parts)
         factored.reset()
 
@@ -178,34 +233,112 @@ class Backward(nn.Module):
         self._leaving = []
         if self._update == "worker":
             self.synchronize()
+            if self._remainders is not None:
+                self._remainders.exchange()
             self._deliver()
+            self._leave_factors()
+        else:
+            self._say_where_gradients_are()
         for member in self._members.values():
             member.is_used = False
+
+    def _leave_factors(self) -> None:
+        """Layers whose factors tell only a part, step after step, go without them. All workers know the same of it."""
+        steps = {} if self._remainders is None else self._remainders.steps
+        leaving = [f for f in self._factored if f.unit is not None and steps.get(f.unit, 0) >= _MOST_REMAINDERS]
+        if not leaving:
+            return
+        self._restart()
+        for factored in leaving:
+            self._give_up(factored)
+            self._factored.remove(factored)
+
+    def _say_where_gradients_are(self) -> None:
+        """With update="server", until the step: whoever looks at a gradient is told that the shards have it."""
+        self._absent = [m for unit in self._units if unit.in_flight for m in unit.members]
+        for member in self._absent:
+            if member.absent is None:
+                member.absent = Absent.like(member.parameter)
+            member.parameter.grad = member.absent
+
+    def _forget_gradients(self) -> None:
+        for member in self._absent:
+            if member.parameter.grad is member.absent:
+                member.parameter.grad = None
+        self._absent = []
+
+    def _give_up(self, factored: Factored) -> None:
+        """A layer will not go by factors. What recomputes its forward in this pass still has to find it as it was."""
+        factored.is_out = True
+        factored.reset()
+        self._leaving.append(factored)
 
     def _send_the_rest(self) -> None:
         """Sends what backward did not reach."""
         assert self._session is not None
+        unused = self._share_usage()
+        late: List[Factored] = []
         for factored in self._factored:
             unit = factored.unit
-            if unit is None:
+            if unit is None or unit.in_flight or unit in unused:
                 continue
-            if not unit.in_flight:
-                if not factored.parts and not self.find_unused_parameters and not self._goes_along():
-                    raise self._unused([factored.name])
-                self._send_factors(factored)
-                factored.done()
+            is_unused = not factored.parts and not any(m.is_ready for m in unit.members)
+            if is_unused and not self._expects_unused and not self._goes_along():
+                raise self._unused([factored.name])
+            late.append(factored)
+        if self._update == "server":
+            take_gradients(late)
+        for factored in late:
+            self._send_factors(factored)
+            factored.done()
         for unit in self._units:
-            if unit.in_flight or unit is self._usage_unit:
+            if unit.in_flight or not unit.members or unit in unused:
                 continue
-            if not self.find_unused_parameters and not self._goes_along():
-                raise self._unused([m.name for m in unit.members if not m.is_ready])
+            missing = [m.name for m in unit.members if not m.is_ready]
+            if missing and not self._expects_unused and not self._goes_along():
+                raise self._unused(missing)
             self._send(unit)
-        if self._usage_unit is not None:
-            ready = [m.is_used or m.is_ready for m in self._members.values()]
-            usage = torch.tensor(ready, dtype=torch.float32)
-            self._usage_unit.result = usage
-            self._usage_unit.in_flight = True
-            self._session.send(self._usage_unit.index, memory(usage))
+        if self._remainders is not None:
+            self._remainders.send_checksums(self._session)
+
+    def _share_usage(self) -> Set[Unit]:
+        """Tells the other workers which parameters are used here. Returns the units that nobody steps this time.
+
+        With update="server" a parameter that no worker has used must not be stepped, as torch's optimizers pass over
+        those whose gradient is None. A worker that has used a parameter may have sent it already. One that has not
+        waits here for what the others say. So a unit is sent by all workers or by none.
+        """
+        unit = self._usage_unit
+        if unit is None:
+            return set()
+        assert self._session is not None
+        used = [m.is_used or m.is_ready or m.has_factors() for m in self._members.values()]
+        unit.result = torch.tensor(used, dtype=torch.float32, device="cpu")
+        unit.in_flight = True
+        self._session.send(unit.index, memory(unit.result))
+        if self._update == "worker" or all(u.in_flight for u in self._units):
+            return set()
+        unit.receive(self._session)
+        shares = dict(zip(self._members.values(), unit.result.tolist()))
+        return {u for u in self._units if u.members and not any(shares[m] > 0 for m in u.members)}
+
+    def _await(self, unit: Unit) -> None:
+        if not unit.in_flight:
+            return
+        if self._session is None:
+            # The job has failed. Gradients do not matter any more.
+            if self._update == "worker":
+                return
+            raise RuntimeError(f"new values of '{unit.name}' were on their way when the job failed: the old ones may be gone")
+        try:
+            unit.receive(self._session)
+            if unit.values is not None:
+                self._check(unit)
+        except Exception as error:
+            self._close(because=f"worker {rank()}: {error}")
+            raise
+        if unit.values is not None:
+            unit.land_parameters()
 
     def _goes_along(self) -> bool:
         return self._join is not None and self._join.is_through
@@ -216,6 +349,7 @@ class Backward(nn.Module):
             f"worker {rank()}. Pass find_unused_parameters=True if that is meant"
         )
 
+    @torch.no_grad()
     def _deliver(self) -> None:
         """Puts results that came to shared buffers where the optimizer looks for them."""
         if self._usage_unit is not None and self._usage_unit.result is not None:
@@ -223,8 +357,11 @@ class Backward(nn.Module):
                 member.is_used = share > 0
         scale = 1.0 if self._join is None else self._join.scale
         for unit in self._units:
-            if unit is self._usage_unit or unit.result is None:
+            if not unit.members or unit.result is None:
                 continue
+            rest = None if self._remainders is None else self._remainders.mean(unit)
+            if rest is not None:
+                torch._foreach_add_([part for _, part in unit.slices(unit.result)], rest)
             if scale != 1.0:
                 unit.result.mul_(scale)
             if unit.result is not unit.stage:
@@ -241,7 +378,7 @@ class Backward(nn.Module):
                 if gradient is None:
                     own = unit.fc is not None and p.dtype == part.dtype and p.device == part.device
                     p.grad = part if own else part.to(p.device, p.dtype, copy=True)
-                elif unit.fc is not None:
+                elif unit.fc is not None and rest is None:
                     gradient.add_(part)
                 else:
                     gradients.append(gradient)
@@ -249,3 +386,6 @@ class Backward(nn.Module):
             if gradients:
                 # One call: torch needs several microseconds for each.
                 torch._foreach_copy_(gradients, results)
+        # Whoever has the gradients decides how long they stay.
+        for unit in self._units:
+            unit.result = None

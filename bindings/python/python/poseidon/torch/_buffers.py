@@ -1,17 +1,14 @@
 """What all workers take from one of them: buffers before a forward, a whole model after ``join``."""
 
-from typing import List, Optional, Sequence
+from typing import Dict, Iterable, List, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor, nn
 
 from poseidon import _native
-from poseidon.torch._job import Job, rank, world_size
-
-# How a group's native part calls memory without a type.
-_BYTES = 0
-# Seconds for last words; those they are for may be gone.
-_LINGER = 5.0
+from poseidon._numbers import BYTES
+from poseidon.torch._device import stream_of
+from poseidon.torch._job import LINGER, Job, rank, world_size
 
 
 class Buffers:
@@ -21,28 +18,31 @@ class Buffers:
     all workers do it equally often if they take equally many steps, however often each of them evaluates.
     """
 
-    def __init__(self, module: nn.Module):
+    def __init__(self, module: nn.Module, ignored: Iterable[str] = ()):
         self._module = module
+        # Names of buffers that every worker keeps for itself.
+        self._ignored = set(ignored)
         self._flat: Optional[_Flat] = None
-        self._is_due = True
+        # Whether the next forward shares them.
+        self.is_due = True
         self._group: Optional[_native.Group] = None
         # What was sent last. Whoever sends does not wait: it may be evaluating while the others wait for it.
         self._sent: Optional[_native.Work] = None
 
     def begin_forward(self, synchronises: bool) -> None:
         """A forward begins, which a synchronised backward will follow or not."""
-        if self._is_due:
+        if self.is_due:
             self.share(0)
-        self._is_due = synchronises
+        self.is_due = synchronises
 
     def share(self, root: int, others: Sequence[Tensor] = ()) -> None:
         """Buffers, and ``others``, become those of worker ``root``, bit by bit, whatever their type and size."""
-        self._is_due = False
+        self.is_due = False
         tensors = self._tensors(others)
         if not tensors or world_size() == 1:
             return
         if self._group is None:
-            self._group = Job.group()
+            self._group = Job.group("a model's buffers")
         is_root = rank() == root
         self._await_sent()
         flat = self._flat
@@ -52,17 +52,24 @@ class Buffers:
         self._flat = None if others else flat
         raw = flat.raw
         if is_root:
-            torch._foreach_copy_(flat.parts, tensors)
-        memory = (raw.data_ptr(), raw.numel(), _BYTES)
-        work = self._group.begin("broadcast", [memory], [], raw, Job.get().timeout, not is_root, root=root)
+            flat.take(tensors)
+        memory, timeout = (raw.data_ptr(), raw.numel(), BYTES), Job.get().timeout
+        if raw.is_cuda:
+            stream = stream_of(raw.device).cuda_stream
+            place = (raw.device.index, stream)
+            work = self._group.begin_on_device("broadcast", [memory], [], raw, timeout, *place, root=root)
+        else:
+            work = self._group.begin("broadcast", [memory], [], raw, timeout, not is_root, root=root)
         if is_root:
             self._sent = work
             return
-        work.wait()
+        self._wait(work)
+        if raw.is_cuda:
+            work.make_wait(stream)
         # A graph made by an earlier forward may hold a tensor, and its backward is still to come: torch, too, does
         # not count this as a change.
         with torch.autograd._unsafe_preserve_version_counter(tuple(tensors)):
-            torch._foreach_copy_(tensors, flat.parts)
+            flat.give(tensors)
 
     def close(self, because: Optional[str] = None) -> None:
         """Without a reason, after every other goodbye."""
@@ -77,11 +84,15 @@ class Buffers:
                 self._await_sent()
         except _native.PoseidonError:
             pass  # they have left: nobody needs it
-        self._group.leave(_LINGER)
+        self._group.leave(LINGER)
         self._group = None
 
     def _tensors(self, others: Sequence[Tensor]) -> List[Tensor]:
         """``others`` and all buffers, each once."""
+        if self._ignored:
+            named = self._module.named_buffers()
+            kept = {id(t): t for t in (*others, *(b for name, b in named if name not in self._ignored))}
+            return [t.detach() for t in kept.values() if t.numel() > 0]
         # All modules there are now. torch's own walk takes as long as to send their buffers.
         modules = [self._module]
         for module in modules:
@@ -93,7 +104,11 @@ class Buffers:
     def _await_sent(self) -> None:
         sent, self._sent = self._sent, None
         if sent is not None:
-            sent.wait()
+            self._wait(sent)
+
+    @staticmethod
+    def _wait(work: _native.Work) -> None:
+        work.wait(session=Job.get(), what="a model's buffers")
 
 
 class _Flat:
@@ -102,8 +117,11 @@ class _Flat:
     # Made in an evaluation, it serves the training that follows.
     @torch.inference_mode(False)
     def __init__(self, tensors: Sequence[Tensor]):
-        self._kinds = [(t.dtype, t.shape) for t in tensors]
-        self.raw = torch.zeros(sum(t.numel() * t.element_size() for t in tensors), dtype=torch.uint8, device="cpu")
+        self._kinds = [(t.dtype, t.shape, t.device) for t in tensors]
+        # On the GPU if all of them are: it gathers them faster than it hands them over one by one.
+        devices = {t.device for t in tensors}
+        device = devices.pop() if len(devices) == 1 else torch.device("cpu")
+        self.raw = torch.zeros(sum(t.numel() * t.element_size() for t in tensors), dtype=torch.uint8, device=device)
         self.parts = list(tensors)
         rest = self.raw
         # Large elements first: all begin where their type may, without gaps that would hide a difference in size.
@@ -113,4 +131,21 @@ class _Flat:
             self.parts[i] = piece.view(tensor.dtype).view(tensor.shape)
 
     def fits(self, tensors: Sequence[Tensor]) -> bool:
-        return self._kinds == [(t.dtype, t.shape) for t in tensors]
+        return self._kinds == [(t.dtype, t.shape, t.device) for t in tensors]
+
+    def take(self, tensors: Sequence[Tensor]) -> None:
+        for mine, theirs in self._by_type(tensors):
+            torch._foreach_copy_(mine, theirs)
+
+    def give(self, tensors: Sequence[Tensor]) -> None:
+        for mine, theirs in self._by_type(tensors):
+            torch._foreach_copy_(theirs, mine)
+
+    def _by_type(self, tensors: Sequence[Tensor]) -> List[Tuple[List[Tensor], List[Tensor]]]:
+        """The parts and ``tensors``, by type: a GPU copies those of one type together."""
+        types: Dict[torch.dtype, Tuple[List[Tensor], List[Tensor]]] = {}
+        for part, tensor in zip(self.parts, tensors):
+            mine, theirs = types.setdefault(tensor.dtype, ([], []))
+            mine.append(part)
+            theirs.append(tensor)
+        return list(types.values())

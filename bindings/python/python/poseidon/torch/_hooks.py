@@ -7,7 +7,7 @@ from typing import Any, Callable, Dict, List, Set
 import torch
 from torch import nn
 
-from poseidon.torch._layers import is_patch
+from poseidon.torch._linear import is_patch
 
 
 class Hooks:

@@ -3,15 +3,20 @@
 import atexit
 import os
 import sys
-from typing import Any, Callable, List, Optional, Sequence, Tuple
+from typing import TYPE_CHECKING, Any, Callable, List, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor
 
 from poseidon import _native
 
-# Name, number of parameters, and (outputs, inputs, most rows a step) if it goes by factors.
-LayerSpec = Tuple[str, int, Optional[Tuple[int, int, int]]]
+# Seconds for last words in a group; those they are for may be gone.
+LINGER = 5.0
+# Seconds that the process whose error it was may take to end before others do.
+_ANOTHERS_END = 10.0
+
+if TYPE_CHECKING:
+    from poseidon._native import LayerSpec
 
 
 class Job:
@@ -39,14 +44,15 @@ class Job:
         return cls.session
 
     @classmethod
-    def open(cls, layers: Sequence[LayerSpec], **setup: Any) -> _native.Session:
+    def open(cls, purpose: str, layers: "Sequence[LayerSpec]", **setup: Any) -> _native.Session:
+        """A session of all workers for ``purpose``, which errors name. Every worker opens the same ones, in the same order."""
         cls.sessions += 1
-        return cls.get().sibling(f"torch {cls.sessions}", list(layers), **setup)
+        return cls.get().sibling(f"{purpose} ({cls.sessions})", list(layers), **setup)
 
     @classmethod
-    def group(cls) -> _native.Group:
+    def group(cls, purpose: str) -> _native.Group:
         cls.sessions += 1
-        return cls.get().group(f"torch {cls.sessions}")
+        return cls.get().group(f"{purpose} ({cls.sessions})")
 
 
 def init() -> None:
@@ -91,8 +97,22 @@ def _leave_at_exit() -> None:
     error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
     if error is None:
         shutdown()
+        return
+    # Launchers blame the process that ends first. It should be the one whose error it was.
+    if _is_anothers(error):
+        Job.get().await_end(_ANOTHERS_END)
     else:
-        _abort(f"{type(error).__name__}: {error}")
+        Job.get().stay_until_exit()
+    _abort(f"{type(error).__name__}: {error}")
+
+
+def _is_anothers(error: Optional[BaseException]) -> bool:
+    """Whether ``error`` comes from another worker's, which has told this one."""
+    while error is not None:
+        if isinstance(error, _native.AbortedError):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def _abort(because: str) -> None:
@@ -120,8 +140,13 @@ def barrier() -> None:
     Job.get().gather(f"barrier {Job.barriers}", "null")
 
 
-def memory(tensor: Tensor) -> Tuple[int, int, object]:
-    """A contiguous float32 tensor on the CPU, as the native module takes it."""
+def memory(tensor: Tensor, dtype: torch.dtype = torch.float32) -> Tuple[int, int, object]:
+    """A tensor as the native module takes it, which goes by the address alone: of its layer's type, or float32."""
+    if tensor.dtype != dtype or not tensor.is_cpu or not tensor.is_contiguous():
+        raise TypeError(
+            f"memory for the network: expected {dtype} on the CPU, contiguous, got {tensor.dtype} on {tensor.device}"
+            f"{'' if tensor.is_contiguous() else ', not contiguous'}"
+        )
     return tensor.data_ptr(), tensor.numel(), tensor
 
 
@@ -132,7 +157,7 @@ def broadcast(tensors: Sequence[Tuple[str, Tensor]]) -> None:
     words = []
     for _, tensor in tensors:
         raw = tensor.cpu().contiguous().view(-1).view(torch.uint8)
-        padded = torch.zeros(-(-raw.numel() // 4) * 4, dtype=torch.uint8)
+        padded = torch.zeros(-(-raw.numel() // 4) * 4, dtype=torch.uint8, device="cpu")
         padded[: raw.numel()] = raw
         words.append(padded.view(torch.float32))
     # The type is part of the name: workers whose models differ are told where.
@@ -140,7 +165,7 @@ def broadcast(tensors: Sequence[Tuple[str, Tensor]]) -> None:
         (f"{name} ({str(tensor.dtype)[6:]} {list(tensor.shape)})", word.numel(), None)
         for (name, tensor), word in zip(tensors, words)
     ]
-    session = Job.open(layers)
+    session = Job.open("a model's first values", layers)
     for index, word in enumerate(words):
         session.broadcast(index, memory(word))
     for index, ((_, tensor), word) in enumerate(zip(tensors, words)):

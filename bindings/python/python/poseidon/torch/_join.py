@@ -4,6 +4,7 @@ from typing import Any, List, Optional
 
 import torch
 
+from poseidon import _native
 from poseidon.torch._job import Job, add_up, rank, world_size
 
 
@@ -14,9 +15,11 @@ class Join:
         self._model = model
         self._divides_by_all = divides_by_all
         self._throws = throws
-        self._session = Job.open([("still training", 2 * world_size(), None)], optimizer="sum")
+        # Opened when workers ask for the first time: then the rule has all its groups.
+        self._session: Optional[_native.Session] = None
         self._active: List[int] = list(range(world_size()))
-        self._rates: List[float] = []
+        # By worker and group.
+        self._rates: List[List[float]] = []
         self.is_through = False
 
     @property
@@ -50,30 +53,36 @@ class Join:
             if model._session is None:
                 model._start_session()
             if model._rule is not None:
-                model._session.set_learning_rate(self._rates[self.first_active])
+                model._set_rates(self._rates[self.first_active])
                 model.synchronize()
             for unit in model._units:
                 unit.begin()
             with _no_gradients(model):
                 model._send_the_rest()
                 model.synchronize()
+                if model._remainders is not None:
+                    model._remainders.exchange()
+            model._leave_factors()
         # With update="server" parameters came back all the while; otherwise only workers that trained
         # have stepped.
         stepped = model._trainable.values() if model._update == "worker" else ()
         model._shared.share(last, list(stepped))
 
     def close(self, because: Optional[str] = None) -> None:
-        self._session.finish() if because is None else self._session.abort(because)
+        if self._session is not None:
+            self._session.finish() if because is None else self._session.abort(because)
 
     def _ask(self) -> None:
-        flags = torch.zeros(2, world_size())
-        flags[0, rank()] = float(not self.is_through)
-        if self._model._rule is not None:
-            flags[1, rank()] = self._model._rule.rate()
+        rule = self._model._rule
+        own = [float(not self.is_through), *(rule.rates() if rule is not None else ())]
+        flags = torch.zeros(world_size(), len(own), dtype=torch.float32, device="cpu")
+        flags[rank()] = torch.tensor(own, dtype=torch.float32, device="cpu")
+        if self._session is None:
+            self._session = Job.open("join()", [("still training", flags.numel(), None)], optimizer="sum")
         add_up(self._session, 0, flags)
-        self._active = [r for r, flag in enumerate(flags[0].tolist()) if flag > 0]
+        self._active = [r for r, flag in enumerate(flags[:, 0].tolist()) if flag > 0]
         # Of those that train: a schedule of one that does not has stopped.
-        self._rates = flags[1].tolist()
+        self._rates = flags[:, 1:].tolist()
 
 
 class _no_gradients:

@@ -1,21 +1,30 @@
-"""What of a model is synchronised as one, and Linear layers that hand out their factors."""
+"""What of a model is synchronised as one, and what Linear layers keep of their factors."""
 
-import types
 import weakref
-from typing import Any, Dict, Iterable, Iterator, List, Optional, Set, Tuple
+from typing import TYPE_CHECKING, Any, Dict, Iterable, Iterator, List, Optional, Sequence, Tuple, Union
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
 
 from poseidon import _native
+from poseidon.torch._checksum import Trace, awaited
+from poseidon.torch._device import Beside, on_device, stream_of
 from poseidon.torch._job import is_initialized, memory, world_size
+from poseidon.torch._linear import is_patch
+from poseidon.torch._local import LocalRule
+
+if TYPE_CHECKING:
+    from poseidon._native import LayerSpec
 
 # Gradients of at least this many bytes go out from their own memory; smaller ones share a buffer,
 # because a frame costs a few microseconds however short it is.
 _OWN_MEMORY = 64 << 10
 _BUCKET = 256 << 10
+
+# How numbers of a type travel.
+_ENCODINGS = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
+# Why float64 goes as a mean, which plans say.
+WHY_MEAN = "float64: one collective operation after backward"
 
 
 class Member:
@@ -24,7 +33,7 @@ class Member:
     Hooks have their parameter's at hand: to look one up, torch computes a parameter's hash in Python.
     """
 
-    __slots__ = ("parameter", "name", "dtype", "device", "unit", "factored", "is_used", "is_ready", "before", "version", "address")
+    __slots__ = ("parameter", "name", "dtype", "device", "unit", "factored", "kind", "is_used", "is_ready", "version", "address", "absent")
 
     def __init__(self, name: str, parameter: nn.Parameter):
         self.name = name
@@ -34,16 +43,19 @@ class Member:
         self.unit: Optional[Unit] = None
         # Its layer, if that may go by factors.
         self.factored: Optional[Factored] = None
+        # What is synchronised as one has one kind. With update="server": its group, and steps taken before.
+        self.kind: Tuple[int, int] = (0, 0)
         # Whether it got a gradient since the last synchronisation, and whether in this backward.
         self.is_used = self.is_ready = False
-        # If it goes by factors: its gradient when this backward began.
-        self.before: Any = None
         # With update="server": torch's count of changes and where the values are, as the wrapper left them.
         self.version = self.address = 0
+        # What is in the place of its gradient while the shards have that.
+        self.absent: Optional[Tensor] = None
 
-    def has_foreign_gradient(self) -> bool:
-        """Whether a factored layer's parameter got a gradient from elsewhere than its layer's forward."""
-        return _trace(self.parameter.grad) != self.before
+    def has_factors(self) -> bool:
+        """Whether its layer has factors that are not sent yet."""
+        layer = self.factored
+        return layer is not None and self.unit is layer.unit and bool(layer.parts)
 
 
 class Unit:
@@ -56,12 +68,23 @@ class Unit:
         # If it goes by factors: outputs, inputs, most rows a step.
         self.fc = fc
         self.index = -1
+        self.device = members[0].device if members else torch.device("cpu")
+        self.on_gpu = self.device.type == "cuda"
+        # If it is on a GPU: the stream that has last waited for its result, and by factors everybody's rows of them.
+        self.stream: Any = None
+        self.matrix: Optional[Tensor] = None
+        # If, besides, update is "server": what steps it.
+        self.local: Optional[LocalRule] = None
         self.len = sum(p.numel() for p in parameters)
+        # Its members' type, which gradients and factors travel as: one for all.
+        self.dtype = members[0].dtype if members else torch.float32
+        # What results are: the same, but what is rebuilt from factors is float32.
+        self.result_dtype = self.dtype if fc is None else torch.float32
         # With update="server": where the parameters are, as the shards know them.
         self.values: Optional[Tensor] = None
         # Whether `values` is the parameters' own memory.
         self.in_values = False
-        # Where this step's gradient is, or the result if it comes instead.
+        # While it is on its way: where this step's gradient is, or the result if it comes instead.
         self.result: Optional[Tensor] = None
         self.stage: Optional[Tensor] = None
         # The parameters' parts of the stage, unless it goes by factors: gradients are those parts then.
@@ -69,21 +92,40 @@ class Unit:
         self.missing = 0
         self.in_flight = False
 
+    @property
+    def group(self) -> int:
+        """With update="server": the group of its parameters."""
+        return self.members[0].kind[0]
+
+    def spec(self) -> "LayerSpec":
+        """The unit as a layer of a session."""
+        return self.name, self.len, self.fc, _ENCODINGS[self.dtype], _ENCODINGS[self.result_dtype]
+
+    @property
+    def has_masters(self) -> bool:
+        """With update="server": whether the update rule has the parameters in float32, and the model has them rounded."""
+        return self.values is not None and self.dtype != torch.float32
+
     def begin(self) -> None:
         """A synchronised backward begins."""
         self.missing = len(self.members)
         for member in self.members:
             member.is_ready = False
-            if self.fc is not None:
-                member.before = _trace(member.parameter.grad)
 
     def send(self, session: _native.Session) -> None:
         self.in_flight = True
+        # The last one would count as a holder of the gradient's memory.
+        self.result = None
         self.result = self._gradient()
-        if self.values is None:
-            session.send(self.index, memory(self.result))
+        if self.on_gpu:
+            self.stream = stream_of(self.device)
+            into = None if self.values is None else on_device(self.values)
+            session.send_on_device(self.index, on_device(self.result), self.stream.cuda_stream, into)
+        elif self.values is None:
+            session.send(self.index, memory(self.result, self.dtype))
         else:
-            session.send_into(self.index, memory(self.result), memory(self.values))
+            session.send_into(self.index, memory(self.result, self.dtype), memory(self.values, self.result_dtype))
+        if self.values is not None:
             # Sums are made in a gradient's memory: nobody should look at it any more.
             for p in self.parameters:
                 p.grad = None
@@ -93,13 +135,86 @@ class Unit:
         self.result = self.values
         if self.result is None:
             self.result = self._stage()
-        memories = [(memory(u), memory(v)) for u, v in parts]
+        if self.on_gpu:
+            # Whatever torch does to make it is done before the factors leave, and so before another stream writes to it.
+            self._stage()
+            self._gather(session, parts)
+            return
+        memories = [(memory(u.to(self.dtype), self.dtype), memory(v.to(self.dtype), self.dtype)) for u, v in parts]
         session.send_factors(self.index, memories, memory(self.result))
 
+    def _gather(self, session: _native.Session, parts: List[Tuple[Tensor, Tensor]]) -> None:
+        """Has everybody's factors come to the GPU."""
+        assert self.fc is not None
+        m, n, most = self.fc
+        self.stream = stream_of(self.device)
+        if self.matrix is None:
+            self.matrix = torch.zeros(world_size() * most, m + n, dtype=self.dtype, device=self.device)
+        into, stream = on_device(self.matrix), self.stream.cuda_stream
+        if sum(u.shape[0] for u, _ in parts) > most:
+            memories = [(memory(u.to("cpu", torch.float32)), memory(v.to("cpu", torch.float32))) for u, v in parts]
+            session.gather_from_host(self.index, memories, into, stream)
+            return
+        # In memory of ours: the program may write to its own before a copy has left.
+        rows = [torch.cat([factor.to(self.dtype) for factor in part], dim=1) for part in parts]
+        session.gather_on_device(self.index, [on_device(part) for part in rows], into, stream)
+
     def receive(self, session: _native.Session) -> None:
-        """Waits for the result."""
-        session.receive(self.index)
+        """Waits for the result. Of what is on a GPU, the program's stream waits, not this thread."""
+        if not self.on_gpu:
+            session.receive(self.index)
+        elif self.fc is None:
+            stream = stream_of(self.device)
+            session.receive_on_device(self.index, stream.cuda_stream)
+            self._follow(stream)
+        else:
+            self._rebuild(session)
         self.in_flight = False
+        if self.values is not None:
+            self.result = None
+
+    def _rebuild(self, session: _native.Session) -> None:
+        """From factors to a gradient, beside whatever the GPU still computes."""
+        assert self.fc is not None and self.matrix is not None and self.result is not None
+        m, n, _ = self.fc
+        into = self.result if self.local is None else self.stage
+        assert into is not None
+        beside, stream = Beside.stream(self.device), stream_of(self.device)
+        beyond = session.receive_on_device(self.index, beside.cuda_stream)
+        with torch.cuda.stream(beside), torch.no_grad():
+            rows = self.matrix.to(torch.float32)
+            if beyond:
+                more = torch.frombuffer(beyond, dtype=torch.float32).to(self.device)
+                rows = torch.cat([rows, more.view(-1, m + n)])
+            u, v = rows[:, :m], rows[:, m:]
+            # A mean. Factors have far fewer numbers than the gradient, but only powers of two leave them exact.
+            workers = world_size()
+            is_exact = workers & (workers - 1) == 0
+            if is_exact:
+                u.mul_(1.0 / workers)
+            torch.mm(u.t(), v, out=into[: m * n].view(m, n))
+            if into.numel() > m * n:
+                torch.sum(u, dim=0, out=into[m * n :])
+            if not is_exact:
+                into.mul_(1.0 / workers)
+            if self.local is not None:
+                beside.wait_event(self.local.is_free)
+                self.local.step(into)
+        stream.wait_stream(beside)
+        self._follow(stream)
+
+    def _follow(self, stream: Any) -> None:
+        """``stream`` waits for the result; so does the stream whose memory it comes to."""
+        if self.stream != stream:
+            self.stream.wait_stream(stream)
+        self.stream = stream
+
+    def enter(self) -> None:
+        """The program's stream is about to use what another stream has waited for."""
+        if self.on_gpu and self.stream is not None:
+            stream = stream_of(self.device)
+            if stream != self.stream:
+                stream.wait_stream(self.stream)
 
     def slices(self, whole: Tensor) -> Iterator[Tuple[nn.Parameter, Tensor]]:
         """Each parameter and its part of ``whole``."""
@@ -108,20 +223,34 @@ class Unit:
             yield p, whole[start : start + p.numel()].view(p.shape)
             start += p.numel()
 
-    def take_parameters(self) -> Tensor:
+    def take_parameters(self) -> None:
         """For update="server": the memory that parameters come back to, which is their own where it can be."""
-        own = all(p.dtype == torch.float32 and p.device.type == "cpu" for p in self.parameters)
+        own = self.dtype == self.result_dtype
         if own and len(self.parameters) == 1 and self.parameters[0].is_contiguous():
             self.values = self.parameters[0].detach().view(-1)
         else:
-            flat = [p.detach().to("cpu", torch.float32).reshape(-1) for p in self.parameters]
-            self.values = torch.cat(flat) if flat else torch.zeros(0)
+            flat = [p.detach().to(self.result_dtype).reshape(-1) for p in self.parameters]
+            self.values = torch.cat(flat)
             for p, part in self.slices(self.values) if own else ():
                 p.data = part
         self.in_values = own
         for m in self.members if own else ():
             m.address = m.parameter.data_ptr()
-        return self.values
+
+    def broadcast(self, session: _native.Session) -> None:
+        """Gives the shards the parameters that were taken, and every worker those of worker 0."""
+        assert self.values is not None
+        if self.on_gpu:
+            self.stream = stream_of(self.device)
+            session.broadcast_on_device(self.index, on_device(self.values), self.stream.cuda_stream)
+        else:
+            session.broadcast(self.index, memory(self.values, self.result_dtype))
+
+    def receive_values(self, session: _native.Session) -> None:
+        if self.on_gpu:
+            session.receive_on_device(self.index, stream_of(self.device).cuda_stream)
+        else:
+            session.receive(self.index)
 
     def land_parameters(self) -> None:
         """Puts what came back where the model has it."""
@@ -150,8 +279,8 @@ class Unit:
         gradient = gradients[0] if len(gradients) == 1 else None
         if (
             gradient is not None
-            and gradient.dtype == torch.float32
-            and gradient.device.type == "cpu"
+            and gradient.dtype == self.dtype
+            and gradient.device == self.device
             and gradient.is_contiguous()
             # torch may hand out one memory twice: here, and as what the layers below still read.
             and _holders(gradient) <= _ONE_HOLDER
@@ -165,7 +294,7 @@ class Unit:
     def _stage(self) -> Tensor:
         """Memory for a gradient; not that of the last one if somebody still has it."""
         if self.stage is None or _holders(self.stage) > _ONE_HOLDER + len(self.parts):
-            self.stage = torch.zeros(self.len, dtype=torch.float32)
+            self.stage = torch.zeros(self.len, dtype=self.result_dtype, device=self.device)
             self.parts = [part for _, part in self.slices(self.stage)] if self.fc is None else []
         return self.stage
 
@@ -186,19 +315,15 @@ def _holders(tensor: Tensor) -> int:
     return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
 
 
-_ONE_HOLDER = _holders(torch.zeros(1))
-
-
-def _trace(gradient: Optional[Tensor]) -> Any:
-    """Changes whenever the gradient does."""
-    return None if gradient is None else (id(gradient), gradient._version)
+_ONE_HOLDER = _holders(torch.zeros(1, device="cpu"))
 
 
 class Factored:
     """A Linear layer that may go by factors: what its calls have left for the next synchronisation.
 
     A backward pass that does not synchronise (``no_sync``) leaves gradients, as everywhere, and copies of the factors they
-    were made from. If nobody has touched the gradients when it is time to send, the factors go instead.
+    were made from. If the gradients are still those when it is time to send, the factors go instead. Otherwise the
+    gradients count, which are a remainder then (`Remainders`).
     """
 
     def __init__(self, owner: Any, linear: nn.Linear, name: str):
@@ -215,16 +340,23 @@ class Factored:
         self.inside = 0
         # It takes no part any more; graphs made before may still come by.
         self.is_out = False
+        # The bias has a unit of its own, because it is stepped by another rule: its gradient is made as ever.
+        self.bias_apart = False
         self.parts: List[Tuple[Tensor, Tensor]] = []
-        # Gradients before the first of the kept parts, and as the last one left them.
-        self.before: Dict[nn.Parameter, Optional[Tensor]] = {}
-        self.after: Dict[nn.Parameter, Any] = {}
+        # Parameters, with their gradients before the first of the kept parts, and what tells if others change what a
+        # part has left.
+        self.before: List[Tuple[nn.Parameter, Optional[Tensor]]] = []
+        self.trace = Trace(linear.weight.device)
 
     @property
     def parameters(self) -> List[nn.Parameter]:
         """Those that have gradients."""
-        both: Tuple[Any, Any] = (self.linear.weight, self.linear.bias)
-        return [p for p in both if p is not None and p.requires_grad]
+        return [p for p in self._all if p.requires_grad]
+
+    @property
+    def _all(self) -> List[nn.Parameter]:
+        both: Tuple[Any, Any] = (self.linear.weight, None if self.bias_apart else self.linear.bias)
+        return [p for p in both if p is not None]
 
     def take(self, u: Tensor, v: Tensor, is_last: bool) -> bool:
         """The factors of one call. False if the gradient itself is wanted."""
@@ -234,9 +366,13 @@ class Factored:
         owner._begin_backward()
         if self.is_out or (self.unit is None and owner._session is not None):
             return False
-        if not owner._synchronises:
-            self._keep(u, v)
+        # Whoever has put a hook on a parameter meanwhile wants to see its gradient, which goes as a remainder then.
+        # A pass that makes a graph of itself needs the gradient, too.
+        if is_hooked(self.linear, own=1) or torch.is_grad_enabled():
             return False
+        if not owner._in_backward:
+            self._keep(u, v)
+            return True
         if self.unit is not None and self.unit.in_flight:
             raise RuntimeError(
                 f"a second backward reached '{self.name}' after its factors were sent. With torch.utils.checkpoint, pass "
@@ -248,164 +384,150 @@ class Factored:
         return True
 
     def _keep(self, u: Tensor, v: Tensor) -> None:
+        """Adds to the gradients, as torch would, and keeps the factors.
+
+        Torch does not add: what it still adds in this pass did not come through the layer's forward, and is seen.
+        """
+        self.look()
         if not self.parts:
-            self.before = {p: None if p.grad is None else p.grad.clone() for p in self.parameters}
-        elif self._is_touched():
-            self._take_gradients()
+            self.trace.begin()
+            self.before = [(p, None if p.grad is None else p.grad.detach().clone()) for p in self._all]
         # Copies: the program may write its next batch to the same memory.
         self.parts.append((_factor(u).clone(), _factor(v).clone()))
+        for p in self.parameters:
+            member = self.owner._members.get(p)
+            if member is not None:
+                member.is_used = True
+            gradient = (u.t() @ v if p is self.linear.weight else u.sum(0)).to(p.dtype)
+            if p.grad is None:
+                p.grad = gradient
+            else:
+                p.grad.add_(gradient)
+        self.trace.leave(self._gradients())
 
-    def note_gradient(self, parameter: nn.Parameter) -> None:
-        """A gradient of a pass that does not synchronise has landed."""
-        if self.parts:
-            self.after[parameter] = _trace(parameter.grad)
+    def _gradients(self) -> List[Optional[Tensor]]:
+        return [p.grad for p, _ in self.before]
 
-    def _is_touched(self) -> bool:
-        return any(_trace(p.grad) != self.after.get(p) for p in self.parameters)
+    def look(self) -> None:
+        """Forgets the factors if gradients are not what they made, as far as that is known without waiting."""
+        if self.parts and self.trace.look(self._gradients()):
+            self.parts = []
 
-    def _take_gradients(self) -> None:
-        """Somebody has changed the gradients: what counts is what is there now, and nothing from before."""
-        is_zero = not any(p.grad is not None and bool(p.grad.any()) for p in self.parameters)
-        self.parts = [] if is_zero else [as_factors(self.linear)]
-        self.before = {}
-
-    def settle(self) -> None:
-        """A synchronised backward begins: what was accumulated goes with it, as factors."""
-        if self.parts:
-            if self._is_touched():
-                self._take_gradients()
-            for p in self.parameters:
-                p.grad = self.before.get(p)
-        self.before, self.after = {}, {}
+    def _settle(self, is_changed: bool) -> None:
+        if is_changed:
+            self.parts = []
+        for p, gradient in self.before if self.parts else ():
+            # A bias that turned out to be stepped by another rule than the weight goes by itself.
+            if p is self.linear.weight or not self.bias_apart:
+                p.grad = gradient
+        self.before = []
 
     def done(self) -> None:
         """The weight is not needed any more in this backward pass."""
         unit = self.unit
-        if unit is not None and unit.in_flight:
+        if unit is None or not unit.in_flight:
+            return
+        if not unit.on_gpu:
             self.owner._session.rebuild(unit.index)
+        elif unit.local is not None:
+            unit.local.is_free = stream_of(unit.device).record_event()
 
     def reset(self) -> None:
         self.rows = 0
         self.parts = []
-        self.before, self.after = {}, {}
+        self.before = []
 
 
-def _factor(tensor: Tensor) -> Tensor:
-    return tensor.detach().to("cpu", torch.float32).contiguous()
+def settle(layers: Sequence[Factored]) -> None:
+    """A synchronised backward begins: what was accumulated goes with it, as factors if they tell all of it."""
+    for layer in layers:
+        layer.look()
+    changes = awaited([layer.trace.changes if layer.parts else () for layer in layers])
+    for layer, is_changed in zip(layers, changes):
+        layer._settle(is_changed)
+
+
+def take_gradients(layers: Sequence[Factored]) -> None:
+    """What is in the gradients becomes factors: with update="server" there is no other way for it to go."""
+    there = awaited([[p.grad.any() for p in layer._all if p.grad is not None] for layer in layers])
+    for layer, is_there in zip(layers, there):
+        if is_there:
+            layer.parts.append(as_factors(layer.linear))
+        for p in layer._all:
+            p.grad = None
+
+
+def _factor(tensor: Tensor, dtype: Optional[torch.dtype] = None) -> Tensor:
+    return tensor.detach().to(dtype or tensor.dtype).contiguous()
 
 
 def as_factors(linear: nn.Linear) -> Tuple[Tensor, Tensor]:
-    """Factors that give the gradients a layer has: rows of the weight's, and one for the bias.
+    """Factors that give the gradients a layer has: a row for each row or column of the weight's, and one for the bias.
 
-    Each row goes twice, with opposite signs, because the bias' gradient is the sum of all u.
+    The bias' gradient is the sum of all u. So the u of the weight's rows are scaled to almost nothing, and their v the
+    other way. The scale is a power of two, which changes no digit.
     """
     m, n = linear.weight.shape
-    weight = torch.zeros(m, n) if linear.weight.grad is None else _factor(linear.weight.grad) / 2
+    plain: Any = dict(dtype=torch.float32, device=linear.weight.device)
+    weight = torch.zeros(m, n, **plain) if linear.weight.grad is None else _factor(linear.weight.grad, torch.float32)
     given = None if linear.bias is None else linear.bias.grad
-    bias = torch.zeros(m) if given is None else _factor(given)
-    u = torch.cat([torch.eye(m), -torch.eye(m), bias.view(1, m)])
-    v = torch.cat([weight, -weight, torch.zeros(1, n)])
-    return u, v
+    bias = torch.zeros(m, **plain) if given is None else _factor(given, torch.float32)
+    eye, none = torch.eye(min(m, n), **plain), torch.zeros(1, n, **plain)
+    if linear.weight.dtype == torch.float16:
+        # Factors travel in the layer's type, and this one has no room for the scale. So each row goes twice, with
+        # opposite signs, and the sum of those u is 0.
+        u, v = (eye / 2, weight) if m <= n else (weight.t(), eye / 2)
+        return torch.cat([u, -u, bias.view(1, m)]), torch.cat([v, -v, none])
+    u, v = (eye * _SMALL, weight / _SMALL) if m <= n else (weight.t() * _SMALL, eye / _SMALL)
+    return torch.cat([u, (bias - u.sum(0)).view(1, m)]), torch.cat([v, none])
 
 
-class _Call:
-    """One call of a layer, for as long as its backward may come."""
-
-    def __init__(self, factored: Factored):
-        self.factored = factored
-        self.is_pending = True
-        factored.calls += 1
-
-    def end(self) -> bool:
-        """Its backward is here. True if no other call's is still to come."""
-        self.factored.calls -= int(self.is_pending)
-        self.is_pending = False
-        return self.factored.calls == 0
-
-    def __del__(self) -> None:
-        self.end()
+# Far below the last digit of any gradient of a bias that matters, and far from where float32 ends: gradients from
+# 1e-25 to 1e25 keep all their digits.
+_SMALL = 2.0**-40
 
 
-class _FactorLinear(torch.autograd.Function):
-    """Linear that hands out its factors instead of computing the weight's gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, source: Tensor, weight: Tensor, bias: Optional[Tensor], factored: Factored) -> Tensor:  # type: ignore[override]
-        kind = source.device.type
-        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else source.dtype
-        low = source.to(dtype)
-        ctx.save_for_backward(low, weight)
-        ctx.factored, ctx.input_dtype, ctx.has_bias = factored, source.dtype, bias is not None
-        ctx.call = _Call(factored)
-        factored.rows += low.numel() // max(low.shape[-1], 1)
-        return F.linear(low, weight.to(dtype), None if bias is None else bias.to(dtype))
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tuple[Optional[Tensor], ...]:  # type: ignore[override]
-        source, weight = ctx.saved_tensors
-        u = gradient.reshape(-1, gradient.shape[-1])
-        v = source.reshape(-1, source.shape[-1])
-        # Factors leave first, so that they travel while the rest is computed.
-        is_last = ctx.call.end()
-        taken = _is_wanted(ctx) and ctx.factored.take(u, v, is_last)
-        below = down = bias = None
-        if ctx.needs_input_grad[0]:
-            below = (gradient @ weight.to(gradient.dtype)).to(ctx.input_dtype)
-        if taken:
-            ctx.factored.done()
-        else:
-            if ctx.needs_input_grad[1]:
-                down = (u.t() @ v).to(weight.dtype)
-            if ctx.has_bias and ctx.needs_input_grad[2]:
-                bias = u.sum(0).to(weight.dtype)
-        return below, down, bias, None
-
-
-def _is_wanted(ctx: Any) -> bool:
-    """Whether this pass goes on to the weight: that for torch.autograd.grad(loss, input) does not."""
-    weight = ctx.next_functions[1][0]
-    try:
-        return weight is not None and torch._C._will_engine_execute_node(weight)
-    except RuntimeError:
-        return False  # torch.autograd.grad(loss, weight): it gets the gradient itself
-
-
-def choose(m: int, n: int, rows: int, workers: int, scheme: str) -> Tuple[str, str]:
+def choose(weight: Tensor, rows: int, workers: int, scheme: str) -> Tuple[str, str]:
     """How a Linear layer goes, and why."""
-    return _native.choose(m, n, rows, workers, scheme)
+    m, n = weight.shape
+    return _native.choose(m, n, rows, workers, scheme, _ENCODINGS.get(weight.dtype, "f32"))
 
 
-def units_of(members: Iterable[Member]) -> List[Unit]:
+def units_of(members: Iterable[Member], together: bool = True) -> List[Unit]:
     """Units in forward order: layers that have theirs, by factors, and large parameters alone, small ones together.
 
-    What is together stands where its first parameter does: the next forward needs it there.
+    What is together is of one kind, and stands where its first parameter does: the next forward needs it there.
+    Without ``together``, small parameters are alone, too.
     """
-    units: List[Unit] = []
-    bucket: List[Member] = []
-    first = 0
-
-    def close() -> None:
-        if bucket:
-            name = bucket[0].name if len(bucket) == 1 else f"{bucket[0].name} to {bucket[-1].name}"
-            units.insert(first, Unit(name, list(bucket)))
-            bucket.clear()
-
+    units: List[Union[Unit, List[Member]]] = []
+    buckets: Dict[Any, List[Member]] = {}
     for member in members:
         unit = None if member.factored is None else member.factored.unit
-        if unit is not None:
+        if unit is not None and member in unit.members:
             if unit not in units:
                 units.append(unit)
             continue
-        if member.parameter.numel() * 4 >= _OWN_MEMORY:
-            units.append(Unit(member.name, [member]))
+        if not together or _bytes(member) >= _OWN_MEMORY:
+            units.append([member])
             continue
-        if not bucket:
-            first = len(units)
+        kind = (member.kind, member.device, member.dtype)
+        if kind not in buckets:
+            buckets[kind] = []
+            units.append(buckets[kind])
+        bucket = buckets[kind]
         bucket.append(member)
-        if sum(m.parameter.numel() * 4 for m in bucket) >= _BUCKET:
-            close()
-    close()
-    return units
+        if sum(map(_bytes, bucket)) >= _BUCKET:
+            del buckets[kind]
+    return [unit if isinstance(unit, Unit) else _together(unit) for unit in units]
+
+
+def _together(bucket: List[Member]) -> Unit:
+    name = bucket[0].name if len(bucket) == 1 else f"{bucket[0].name} to {bucket[-1].name}"
+    return Unit(name, bucket)
+
+
+def _bytes(member: Member) -> int:
+    return member.parameter.numel() * member.parameter.element_size()
 
 
 def factorable(module: nn.Module) -> List[nn.Linear]:
@@ -421,7 +543,7 @@ def factorable(module: nn.Module) -> List[nn.Linear]:
         for m in module.modules()
         if type(m) is nn.Linear and m.weight.requires_grad and owners.get(id(m.weight)) == 1
         and (m.bias is None or owners.get(id(m.bias)) == 1)
-        and not is_hooked(m)
+        and not is_hooked(m) and all(p.dtype != torch.float64 for p in m.parameters(recurse=False))
         and ("forward" not in m.__dict__ or is_patch(m.forward))
     ]
 
@@ -437,60 +559,6 @@ def is_compiled(module: nn.Module) -> bool:
     return hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
 
 
-def patch(factored: Factored) -> None:
-    # A compiled graph cannot hand out factors: it ends before this layer and goes on behind it.
-    @torch.compiler.disable
-    def factor_forward(self: nn.Linear, input: Tensor) -> Tensor:
-        # A shallow copy of the layer's attributes is bound to this, too; torch.func.functional_call puts in other weights.
-        own = self is factored.linear and self.weight is factored.weight
-        if not own or not torch.is_grad_enabled() or not self.weight.requires_grad or _is_transformed():
-            return F.linear(input, self.weight, self.bias)
-        factored.inside += 1
-        try:
-            return _FactorLinear.apply(input, self.weight, self.bias, factored)
-        finally:
-            factored.inside -= 1
-
-    linear = factored.linear
-    linear.forward = types.MethodType(factor_forward, linear)  # type: ignore[method-assign]
-
-
-def is_patch(value: Any) -> bool:
-    return getattr(value, "__name__", "") == "factor_forward"
-
-
-def unpatch(factored: Factored) -> None:
-    del factored.linear.forward
-    factored.is_out = True
-
-
-def _is_transformed() -> bool:
-    """Whether torch.func or a tracer looks on, which a function of our own would stop."""
-    return torch._C._functorch.peek_interpreter_stack() is not None or torch.jit.is_tracing()
-
-
-_VIEWS = (Tensor.T, Tensor.mT, Tensor.H, Tensor.mH, Tensor.data)
-
-
-class Watch(TorchFunctionMode):
-    """Sees which parameters a forward pass uses while they are not expected to be used."""
-
-    def __init__(self, unexpected: Any):
-        super().__init__()
-        self._unexpected = unexpected
-        self.seen: Set[nn.Parameter] = set()
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        # Looking at an attribute is no use of the values, unless it is the values in another shape.
-        if getattr(func, "__name__", "") != "__get__" or getattr(func, "__self__", None) in _VIEWS:
-            for value in (*args, *kwargs.values()):
-                for tensor in value if isinstance(value, (list, tuple)) else (value,):
-                    if isinstance(tensor, nn.Parameter) and self._unexpected(tensor):
-                        self.seen.add(tensor)
-        return func(*args, **kwargs)
-
-
 def plan(model: nn.Module, batch: int, workers: Optional[int] = None, scheme: str = "auto") -> str:
     """A table of how each trainable parameter of ``model`` would be synchronised, and why.
 
@@ -504,9 +572,10 @@ def plan(model: nn.Module, batch: int, workers: Optional[int] = None, scheme: st
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             rows.append((name, str(parameter.numel()), "-", "frozen"))
+        elif parameter.dtype == torch.float64:
+            rows.append((name, str(parameter.numel()), "mean", WHY_MEAN))
         elif id(parameter) in factored:
-            m, n = factored[id(parameter)].weight.shape
-            choice, why = choose(m, n, batch, workers, scheme)
+            choice, why = choose(factored[id(parameter)].weight, batch, workers, scheme)
             if parameter.dim() == 1:
                 why = "part of its weight's factors" if choice == "sfb" else "its gradient has no factors"
             rows.append((name, str(parameter.numel()), choice, why))

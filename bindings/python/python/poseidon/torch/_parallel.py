@@ -7,41 +7,44 @@ from typing import Any, Dict, Iterable, Iterator, List, Optional, Set, Tuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from poseidon import _native
+from poseidon.torch._agreement import check_same
 from poseidon.torch._backward import Backward, or_abort
 from poseidon.torch._buffers import Buffers
-from poseidon.torch._hooks import Hooks, weakly
-from poseidon.torch._job import Job, broadcast, memory, rank, world_size
+from poseidon.torch._ddp import DdpInterface, chosen_buffers, chosen_group, refuse
+from poseidon.torch._doubles import Doubles, DoubleUnit
+from poseidon.torch._hooks import Hooks
+from poseidon.torch._job import Job, broadcast, rank, world_size
 from poseidon.torch._join import Join
 from poseidon.torch._layers import (
+    WHY_MEAN,
     Factored,
     Member,
     Unit,
-    Watch,
     choose,
     factorable,
     is_compiled,
     is_hooked,
-    patch,
     units_of,
-    unpatch,
 )
+from poseidon.torch._linear import patch, unpatch
 from poseidon.torch._parts import Part
+from poseidon.torch._remainder import Remainders
+from poseidon.torch._watch import Watch
 
 MODELS: "weakref.WeakSet[DistributedDataParallel]" = weakref.WeakSet()
 
 
-class DistributedDataParallel(Backward):
+class DistributedDataParallel(Backward, DdpInterface):
     """Wraps ``module`` so that ``backward`` leaves the mean of all workers' gradients in ``grad``.
 
     As torch's: parameters and buffers begin as rank 0's, ``state_dict`` has the same keys (those of
     the module behind ``module.``), ``no_sync`` accumulates locally, ``join`` is for uneven inputs.
 
-    * ``broadcast_buffers``: before each forward of a synchronised step, and the first one after it, buffers become
-      rank 0's.
-    * ``find_unused_parameters``: parameters may take no part in a step.
+    * ``forward_sync_buffers``, or ``broadcast_buffers`` as it was called before: before each forward of a synchronised
+      step, and the first one after it, buffers become rank 0's.
+    * ``find_unused_parameters``, ``static_graph``: parameters may take no part in a step.
     * ``update``: ``worker`` (any torch optimizer) or ``server``: the shards take the steps, by the rule
       of a ``psd.SGD``, ``psd.Adam`` or ``psd.AdamW`` made from this model's parameters. Parameters then come back
       while the next forward is under way; ``synchronize()`` waits for all of them.
@@ -50,12 +53,16 @@ class DistributedDataParallel(Backward):
     * ``batch``: how many rows (samples, or samples times sequence length) a Linear layer sees between
       two synchronisations; worth saying if most steps are larger than the first, by which the plan is made.
     * ``deterministic``: gradients are added in rank order, so that a run repeats bit by bit.
-    * ``device_ids``, ``output_device``, ``bucket_cap_mb``, ``gradient_as_bucket_view``, ``static_graph``, ``dim``,
-      ``init_sync``, ``check_reduction``: taken so that calls of torch's work as they are; without effect.
-      ``process_group`` may be one of all workers; ``mixed_precision`` is refused.
+    * ``init_sync=False``: parameters and buffers begin as each worker has them.
+    * ``process_group`` or ``device_mesh`` may be one of all workers; ``mixed_precision``,
+      ``delay_all_reduce_named_params`` and ``param_to_hook_all_reduce`` are refused.
+    * All other arguments are taken so that calls of torch's work as they are; without effect.
+
+    ``isinstance(model, torch.nn.parallel.DistributedDataParallel)`` holds, for libraries that ask.
 
     During ``no_sync``, Linear layers that go by factors make gradients as ever, and keep copies of their factors beside
-    them, which are sent instead if nobody changes the gradients.
+    them, which are sent instead if nobody changes the gradients. Whatever else is in ``grad`` is averaged as it is.
+    A backward that does not go through this wrapper's outputs leaves its gradients to the next one that does.
 
     How layers go is decided at the first synchronised backward, when it is known how many rows each
     Linear layer sees. ``sessions_plan()`` then tells.
@@ -66,42 +73,50 @@ class DistributedDataParallel(Backward):
         module: nn.Module,
         device_ids: Any = None,
         output_device: Any = None,
-        *,
-        broadcast_buffers: bool = True,
+        dim: int = 0,
+        broadcast_buffers: Optional[bool] = None,
+        init_sync: bool = True,
+        process_group: Any = None,
+        bucket_cap_mb: Optional[float] = None,
         find_unused_parameters: bool = False,
+        check_reduction: bool = False,
+        gradient_as_bucket_view: bool = False,
+        static_graph: bool = False,
+        delay_all_reduce_named_params: Any = None,
+        param_to_hook_all_reduce: Any = None,
+        mixed_precision: Any = None,
+        device_mesh: Any = None,
+        skip_all_reduce_unused_params: bool = False,
+        bucket_cap_mb_list: Any = None,
+        batched_grad_copy: bool = False,
+        forward_sync_buffers: Optional[bool] = None,
+        lazy_bucket_allocation: bool = False,
+        *,
         update: str = "worker",
         scheme: str = "auto",
         batch: Optional[int] = None,
         deterministic: bool = False,
-        bucket_cap_mb: Optional[float] = None,
-        gradient_as_bucket_view: bool = False,
-        static_graph: bool = False,
-        dim: int = 0,
-        init_sync: bool = True,
-        check_reduction: bool = False,
-        process_group: Any = None,
-        mixed_precision: Any = None,
     ):
         super().__init__()
         if update not in ("worker", "server"):
             raise ValueError(f"update={update!r}: expected 'worker' or 'server'")
-        if update == "server" and find_unused_parameters:
-            raise ValueError('update="server" steps every parameter: find_unused_parameters needs update="worker"')
-        if mixed_precision is not None:
-            raise ValueError("mixed_precision is not there: use torch.autocast, or parameters in bfloat16 or float16")
-        if process_group is not None and process_group.size() != world_size():
-            raise ValueError(
-                f"process_group has {process_group.size()} workers: expected None or one of all {world_size()}, "
-                "which every model is synchronised among"
-            )
+        delayed = delay_all_reduce_named_params if param_to_hook_all_reduce is None else param_to_hook_all_reduce
+        refuse(module, mixed_precision, delayed)
+        group = chosen_group(process_group, device_mesh)
         self.module = module
-        self.broadcast_buffers = broadcast_buffers
+        self._keep_arguments(device_ids, output_device, dim, bucket_cap_mb)
+        self.gradient_as_bucket_view = gradient_as_bucket_view
+        self.broadcast_buffers = chosen_buffers(broadcast_buffers, forward_sync_buffers)
         self.find_unused_parameters = find_unused_parameters
+        self.static_graph = static_graph
+        # Parameters, and buffers. The older argument keeps these apart from the beginning.
+        self._begins_equal = (init_sync, init_sync and (forward_sync_buffers is not None or self.broadcast_buffers))
         self._update = update
         self._scheme = scheme
         self._batch = batch
         self._deterministic = deterministic
         self._begin()
+        self._process_group = group
         self._take_part()
 
     def _begin(self) -> None:
@@ -109,16 +124,28 @@ class DistributedDataParallel(Backward):
         kept = set(self.__dict__)
         self._find_parameters()
         self._rule: Any = None
+        # By group of the rule: the learning rates that the session has.
+        self._rates: List[float] = []
         self._session: Optional[_native.Session] = None
-        self._shared = Buffers(self.module)
+        self._process_group: Any = None
+        self._shared = Buffers(self.module, self.parameters_to_ignore)
+        self._doubles = Doubles()
         self._units: List[Unit] = []
         self._usage_unit: Optional[Unit] = None
+        self._remainders: Optional[Remainders] = None
         self._synchronises = True
         self._in_backward = False
         # The backward pass at whose end `_end_pass` will be called, as torch numbers them.
         self._ending: Optional[int] = None
+        # Whether the last forward had outputs at which its backward is seen to begin.
+        self._sees_outputs = False
+        # What got gradients in a pass that has not come through the outputs yet, and which pass that is.
+        self._early: List[Member] = []
+        self._early_pass = -1
         self._forwards = 0
         self._stepped = True
+        # With update="server": parameters whose gradients the shards have, until the step.
+        self._absent: List[Member] = []
         self._join: Optional[Join] = None
         # Parameters that are used outside their module's forward, seen in the first one.
         self._used_early: Set[nn.Parameter] = set()
@@ -219,7 +246,8 @@ class DistributedDataParallel(Backward):
 
     def synchronize(self) -> None:
         """Waits for everything that is in flight: gradients are means, parameters are the new ones."""
-        for unit in self._units:
+        # Those that were sent first come first.
+        for unit in reversed(self._units):
             self._await(unit)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
@@ -228,7 +256,11 @@ class DistributedDataParallel(Backward):
         ``torch.nn.utils.clip_grad_norm_`` after ``backward`` does the same.
         """
         if self._update == "server":
-            raise RuntimeError('update="server" has no gradients to clip here: the shards step with them. Use update="worker"')
+            raise RuntimeError(
+                'with update="server" the shards step each layer as soon as its gradients have met, and the norm of all '
+                "gradients is known only when the last layer's have: every step would have to wait for it. To clip by "
+                'norm, use update="worker"'
+            )
         self.synchronize()
         return nn.utils.clip_grad_norm_(self._trainable.values(), max_norm, norm_type)
 
@@ -236,7 +268,11 @@ class DistributedDataParallel(Backward):
         """The plan in force: name, parameters, scheme, reason and bytes this worker sends a step."""
         if self._session is None:
             raise RuntimeError("the plan is made at the first synchronised backward of two or more workers")
-        return self._session.plan()
+        rows = self._session.plan()
+        # The checksums of remainders are no layer of the model's.
+        rows = rows if self._remainders is None else rows[: self._remainders.checksums.index]
+        doubles = [u for u in self._units if isinstance(u, DoubleUnit)]
+        return rows + [(u.name, u.len, "mean", WHY_MEAN, 8 * u.len) for u in doubles]
 
     def traffic(self) -> Tuple[int, int]:
         """Bytes sent and received for gradients so far."""
@@ -262,6 +298,7 @@ class DistributedDataParallel(Backward):
             self._ending = None
         self._entered = set()
         self._forwards += 1
+        self._forget_gradients()
         if self._join is None:
             self._share_buffers(self._synchronises)
         elif self._synchronises:
@@ -297,19 +334,6 @@ class DistributedDataParallel(Backward):
                 self._factored.remove(factored)
         return result
 
-    @torch.compiler.disable
-    def _hook_outputs(self, result: Any) -> None:
-        """Backward begins at the outputs, in the outermost pass: one in a checkpoint is part of it."""
-        for output in tree_leaves(result):
-            if isinstance(output, Tensor) and output.requires_grad and output.grad_fn is not None:
-                output.register_hook(weakly(self._on_output))
-
-    def _give_up(self, factored: Factored) -> None:
-        """A layer will not go by factors. What recomputes its forward in this pass still has to find it as it was."""
-        factored.is_out = True
-        factored.reset()
-        self._leaving.append(factored)
-
     def _await_in_forward(self) -> None:
         """With update="server": a module's parameters are awaited when its forward begins."""
         for module in self.module.modules():
@@ -324,8 +348,8 @@ class DistributedDataParallel(Backward):
             self._entered.update(m.parameter for m in members)
         for member in members:
             unit = member.unit
-            if unit is not None and unit.in_flight:
-                self._await(unit)
+            if unit is not None:
+                self._await(unit) if unit.in_flight else unit.enter()
 
     def _await_early(self, *_: Any) -> None:
         self._await_those(self._used_early)
@@ -344,24 +368,6 @@ class DistributedDataParallel(Backward):
             if member is not None and member.unit is not None:
                 self._await(member.unit)
 
-    def _await(self, unit: Unit) -> None:
-        if not unit.in_flight:
-            return
-        if self._session is None:
-            # The job has failed. Gradients do not matter any more.
-            if self._update == "worker":
-                return
-            raise RuntimeError(f"new values of '{unit.name}' were on their way when the job failed: the old ones may be gone")
-        try:
-            unit.receive(self._session)
-            if self._update == "server":
-                self._check(unit)
-        except Exception as error:
-            self._close(because=f"worker {rank()}: {error}")
-            raise
-        if self._update == "server":
-            unit.land_parameters()
-
     # Sessions.
 
     def _start_session(self) -> None:
@@ -371,24 +377,33 @@ class DistributedDataParallel(Backward):
                 'update="server" needs a rule for the shards: make a poseidon.torch.SGD, Adam or AdamW from '
                 "model.parameters() before the first backward"
             )
+        rules = [] if self._rule is None else self._rule.settle()
+        for parameter, kind in self._rule.kinds().items() if rules else ():
+            if parameter in self._members:
+                self._members[parameter].kind = kind
         rows = {f.name: f.rows for f in self._factored if not is_hooked(f.linear, own=1)}
         self._sessions_started += 1
         topic = f"rows of model {self._number}, {self._sessions_started}"
         all_rows = [json.loads(r) for r in Job.get().gather(topic, json.dumps(rows))]
         for factored in self._factored:
             most = max([self._batch or 0, *(r.get(factored.name, 0) for r in all_rows)])
-            m, n = factored.linear.weight.shape
+            weight = factored.linear.weight
             everywhere = all(factored.name in r for r in all_rows)
-            is_known = factored.linear.weight in self._members
-            if most == 0 or not everywhere or not is_known or choose(m, n, most, world_size(), self._scheme)[0] != "sfb":
+            is_known = weight in self._members
+            if most == 0 or not everywhere or not is_known or choose(weight, most, world_size(), self._scheme)[0] != "sfb":
                 factored.unit = None
                 continue
             # Frozen or not: what is trainable was settled when the model was wrapped.
             members = [self._members[p] for p in factored.linear.parameters(recurse=False) if p in self._members]
-            factored.unit = Unit(factored.name, members, (m, n, most))
-        self._units = units_of(self._members.values())
+            # The weight comes first.
+            factored.bias_apart = any(member.kind != members[0].kind for member in members)
+            members = members[:1] if factored.bias_apart else members
+            factored.unit = Unit(factored.name, members, (*weight.shape, most))
+        # What a worker does not use may be used by others, or by nobody: then it is not stepped.
+        together = self._rule is None or not self._expects_unused
+        self._units = units_of((m for m in self._members.values() if m.dtype != torch.float64), together)
         self._usage_unit = None
-        if self.find_unused_parameters:
+        if self._expects_unused:
             self._usage_unit = Unit("parameters in use", [])
             self._usage_unit.len = len(self._members)
             self._units.append(self._usage_unit)
@@ -396,26 +411,45 @@ class DistributedDataParallel(Backward):
             if factored.unit is None:
                 self._give_up(factored)
         self._factored = [factored for factored in self._factored if factored.unit is not None]
+        self._remainders = None
+        by_factors = [factored.unit for factored in self._factored if factored.unit is not None]
+        if by_factors and self._update == "worker":
+            self._remainders = Remainders(by_factors, self._deterministic)
+            self._units.append(self._remainders.checksums)
         layers = []
         for index, unit in enumerate(self._units):
             unit.index = index
-            layers.append((unit.name, unit.len, unit.fc))
+            layers.append(unit.spec())
             for member in unit.members:
                 member.unit = unit
         setup: Dict[str, Any] = {}
+        self._rates = []
         if self._rule is not None:
-            setup.update(optimizer=self._rule.settle(), learning_rate=self._rule.rate())
+            check_same(f"the optimizer of model {self._number}, {self._sessions_started}", self._rule.describe())
+            own = [rules[unit.group] if unit.members else "sum" for unit in self._units]
+            setup.update(rules=own, learning_rate=self._rule.rates()[0])
         self._session = Job.open(
+            f"gradients of model {self._number}",
             layers,
             deterministic=self._deterministic,
             threads=torch.get_num_threads(),
             **setup,
         )
+        doubles = [m for m in self._members.values() if m.dtype == torch.float64]
+        if doubles:
+            self._units.append(self._doubles.unit(doubles))
+            for member in doubles:
+                member.unit = self._units[-1]
         if self._rule is not None:
-            for unit in self._units:
-                self._session.broadcast(unit.index, memory(unit.take_parameters()))
-            for unit in self._units:
-                self._session.receive(unit.index)
+            with_values = [unit for unit in self._units if unit.members]
+            for unit in with_values:
+                unit.take_parameters()
+            for unit in with_values:
+                unit.broadcast(self._session)
+            for unit in with_values:
+                unit.receive_values(self._session)
+                if unit.on_gpu and unit.fc is not None:
+                    unit.local = self._rule.local(unit)
                 # All workers have these values already, and the graph this backward goes through, too.
                 unit.note_versions()
             self._rule._restore()
@@ -425,21 +459,33 @@ class DistributedDataParallel(Backward):
             raise RuntimeError("the shards have their rule already: make the optimizer before the first backward")
         self._rule = rule
 
+    def _set_rates(self, rates: List[float]) -> None:
+        """The learning rate of each group's units, from now on."""
+        if rates == self._rates or self._session is None:
+            return
+        for unit in self._units:
+            if unit.members:
+                self._session.set_layer_learning_rate(unit.index, rates[unit.group])
+        self._rates = rates
+
     def _note_step(self) -> None:
         self._stepped = True
+        self._forget_gradients()
 
     def _restart(self) -> None:
         """The shards forget: the next backward starts with the parameters as they are then."""
         if self._session is None:
             return
         self.synchronize()
-        self._session.finish()
+        for session in self._sessions():
+            session.finish()
         self._session = None
         self._units = []
         for member in self._members.values():
             member.unit = None
         for factored in self._factored:
             factored.unit = None
+            factored.bias_apart = False
             factored.reset()
 
     @or_abort
@@ -457,7 +503,9 @@ class DistributedDataParallel(Backward):
 
     def _find_parameters(self) -> None:
         self._trainable: Dict[str, nn.Parameter] = {
-            name: p for name, p in self.module.named_parameters() if p.requires_grad
+            name: p
+            for name, p in self.module.named_parameters()
+            if p.requires_grad and name not in self.parameters_to_ignore
         }
         self._members = {p: Member(name, p) for name, p in self._trainable.items()}
 
@@ -467,23 +515,21 @@ class DistributedDataParallel(Backward):
         self._find_parameters()
         if not self._trainable:
             raise ValueError("no parameter requires a gradient: there is nothing to synchronise")
-        for name, p in self._trainable.items():
-            if p.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-                raise TypeError(f"parameter '{name}' is {p.dtype}: expected float32, bfloat16 or float16")
-            if p.is_sparse:
-                raise TypeError(f"parameter '{name}' is sparse: expected a dense one")
+        self._refuse_parameters()
         for model in list(MODELS):
             if not self._members.keys().isdisjoint(model._members):
                 model._let_go()
         Job.models += 1
         self._number = Job.models
         Part.close_those_left(self._number)
-        broadcast(_tensors(self.module))
+        check_same(f"model {self._number}", self._describe())
+        broadcast(self._tensors_that_begin_equal())
         # A worker alone has nothing to synchronise, and nothing to pay for it.
         self._is_alone = world_size() == 1 and self._update == "worker"
         if not self._is_alone:
             names = {id(p): name for name, p in self._trainable.items()}
-            self._factored = [Factored(self, m, names[id(m.weight)]) for m in factorable(self.module)]
+            known = [m for m in factorable(self.module) if all(id(p) in names or not p.requires_grad for p in m.parameters())]
+            self._factored = [Factored(self, m, names[id(m.weight)]) for m in known]
             for factored in self._factored:
                 patch(factored)
                 self._hooks.hide_on(factored.linear)
@@ -521,8 +567,13 @@ class DistributedDataParallel(Backward):
         for member in self._members.values():
             member.unit = member.factored = None
         assert self._part is not None
-        self._part.leave(self._session, self._shared)
+        self._part.leave(self._sessions(), self._shared, self._doubles)
         self._session = None
+
+    def _sessions(self) -> List[_native.Session]:
+        """Those to be ended with the model."""
+        besides = None if self._remainders is None else self._remainders.leave()
+        return [session for session in (self._session, besides) if session is not None]
 
     def _close(self, because: str) -> None:
         """Takes the job down, as far as it is this model's."""
@@ -539,6 +590,5 @@ def _end(parameter: nn.Parameter) -> Any:
     return made_of_it.next_functions[0][0]
 
 
-def _tensors(module: nn.Module) -> List[Tuple[str, Tensor]]:
-    state = [*module.named_parameters(), *module.named_buffers()]
-    return [(name, tensor.detach()) for name, tensor in state if tensor.numel() > 0]
+# For libraries that ask whether a model is torch's. It is none of its subclasses: nothing of torch's class runs here.
+nn.parallel.DistributedDataParallel.register(DistributedDataParallel)

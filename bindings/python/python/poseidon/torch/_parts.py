@@ -2,10 +2,9 @@
 
 import json
 import weakref
-from typing import Any, Callable, Dict, List, Optional
+from typing import Any, Callable, Dict, List, Optional, Sequence
 
 from poseidon import _native
-from poseidon.torch._buffers import Buffers
 from poseidon.torch._job import Job
 
 
@@ -22,15 +21,15 @@ class Part:
         self._number = number
         self._model = weakref.ref(model)
         self._is_left = False
-        self._session: Optional[_native.Session] = None
-        self._buffers: Optional[Buffers] = None
+        self._sessions: List[_native.Session] = []
+        self._groups: Sequence[Any] = ()
         self._all[number] = self
         Job.closers.append(self.close)
 
-    def leave(self, session: Optional[_native.Session], buffers: Buffers) -> None:
+    def leave(self, sessions: List[_native.Session], *groups: Any) -> None:
         """The model needs them no more."""
         self._is_left = True
-        self._session, self._buffers = session, buffers
+        self._sessions, self._groups = sessions, groups
 
     def close(self, because: Optional[str] = None) -> Callable[[], None]:
         """Says goodbye, or why the model stops. What is returned waits for the others, who may wait for another model first."""
@@ -41,20 +40,20 @@ class Part:
             return lambda: None
         Job.closers.remove(self.close)
         if because is not None:
-            if self._session is not None:
-                self._session.abort(because)
-            if self._buffers is not None:
-                self._buffers.close(because)
+            for session in self._sessions:
+                session.abort(because)
+            for group in self._groups:
+                group.close(because)
             return lambda: None
-        if self._session is not None:
-            self._session.say_goodbye()
+        for session in self._sessions:
+            session.say_goodbye()
         return self._wait
 
     def _wait(self) -> None:
-        if self._buffers is not None:
-            self._buffers.close()
-        if self._session is not None:
-            self._session.finish()
+        for group in self._groups:
+            group.close()
+        for session in self._sessions:
+            session.finish()
 
     @classmethod
     def close_those_left(cls, number: int) -> None:

@@ -6,7 +6,13 @@ from typing import Any, Dict, List, Optional, Tuple
 import torch
 from torch import Tensor, nn
 
-from poseidon.torch._job import Job, add_up, world_size
+from poseidon.torch._job import Job, add_up, memory, world_size
+from poseidon.torch._local import LocalRule
+
+# Of one parameter: steps taken, the rule's vectors, and its master if it has one.
+Kept = Tuple[int, List[Tensor], Optional[Tensor]]
+# What a master is called in a state.
+_MASTER = "master"
 
 
 class Rule(torch.optim.Optimizer):
@@ -16,53 +22,101 @@ class Rule(torch.optim.Optimizer):
     gradients meet there, during ``backward``, at the learning rate of that moment; ``step()`` is left for
     the loop to look as it does, and for schedulers of the learning rate, which work as with any optimizer.
 
-    ``foreach`` and ``fused`` are taken so that calls of torch's work as they are; without effect.
+    Parameter groups work as torch's. ``add_param_group`` is for the time before the first backward, when the
+    shards get their rules.
+
+    ``foreach`` and ``fused`` are taken so that calls of torch's work as they are; without effect. Arguments
+    that would change what a step computes, and that the shards do not know, are refused.
 
     ``state_dict`` and ``load_state_dict`` have torch's format and meaning: what one of them saved, torch's
     optimizer of the same name can load, and the other way round. Every worker calls them.
+
+    The steps of bfloat16 and float16 parameters are taken in float32: the rule keeps ``master`` values, and the model
+    has them rounded. They are saved with the state.
     """
 
     # The state's names in torch, in the order of the shards' vectors.
     _vectors: Tuple[str, ...] = ()
 
     def __init__(self, params: Any, defaults: Dict[str, Any]):
+        # What was loaded and is not on the shards yet: by parameter, steps and vectors.
+        self._loaded: Dict[nn.Parameter, Kept] = {}
+        # By group: the rule as the shards have it.
+        self._settled: List[str] = []
+        self._owner: Any = None
         super().__init__(params, defaults)
-        if len(self.param_groups) != 1:
-            raise ValueError(
-                f"{type(self).__name__} on the shards has one rule for all parameters: expected one group, "
-                f'got {len(self.param_groups)}; use update="worker" and torch.optim for more'
-            )
-        self._check_settings()
-        # Steps, and by vector and parameter, what was loaded and is not on the shards yet.
-        self._loaded: Optional[Tuple[int, List[List[Optional[Tensor]]]]] = None
-        # The rule as the shards have it.
-        self._settled = ""
         # The model keeps its rule, not the other way round.
         self._owner = weakref.proxy(self._find_owner())
         self._owner._set_rule(self)
 
-    def text(self) -> str:
-        """The rule as the shards read it."""
+    def text(self, group: Dict[str, Any]) -> str:
+        """The rule of ``group`` as the shards read it."""
         raise NotImplementedError
 
-    def settle(self) -> str:
-        """The rule as the shards read it, and will have it from now on."""
-        self._settled = self.text()
+    def settle(self) -> List[str]:
+        """By group: the rule as the shards read it, and will have it from now on."""
+        mine = {id(p) for p in self._parameters()}
+        missing = [name for name, p in self._owner._trainable.items() if id(p) not in mine]
+        if missing:
+            raise ValueError(
+                "the shards step a whole model: expected all its trainable parameters in the optimizer, "
+                f"{', '.join(missing)} missing; freeze them before the model is wrapped, or add a group with lr=0"
+            )
+        self._settled = [self.text(group) for group in self.param_groups]
         return self._settled
 
     def check(self) -> None:
         """The shards are told the learning rate of every step, and nothing else."""
-        if self.text() != self._settled:
-            raise RuntimeError(
-                f"the shards step by '{self._settled}', and now the optimizer is '{self.text()}': only the learning rate may "
-                'change while update="server" trains (OneCycleLR and CyclicLR: cycle_momentum=False)'
-            )
+        for settled, group in zip(self._settled, self.param_groups):
+            if self.text(group) != settled:
+                raise RuntimeError(
+                    f"the shards step by '{settled}', and now the optimizer is '{self.text(group)}': only the learning "
+                    'rate may change while update="server" trains (OneCycleLR and CyclicLR: cycle_momentum=False)'
+                )
 
-    def rate(self) -> float:
-        return float(self.param_groups[0]["lr"])
+    def rates(self) -> List[float]:
+        """By group."""
+        return [float(group["lr"]) for group in self.param_groups]
 
-    def vectors(self) -> Tuple[str, ...]:
+    def describe(self) -> Dict[str, str]:
+        """What has to be the same on all workers."""
+        several = len(self.param_groups) > 1
+        description = {}
+        for index, (group, rate) in enumerate(zip(self.param_groups, self.rates())):
+            of_group = f" of group {index}" if several else ""
+            description[f"rule{of_group}"] = self.text(group)
+            description[f"learning rate{of_group}"] = str(rate)
+        kinds = self.kinds()
+        for name, p in self._owner._trainable.items():
+            index, steps = kinds[p]
+            description[f"parameter '{name}'"] = f"in group {index}, stepped {steps} times"
+        return description
+
+    def kinds(self) -> Dict[nn.Parameter, Tuple[int, int]]:
+        """The group of each parameter, and the steps it has taken: what is stepped as one has both in common."""
+        return {
+            p: (index, self._loaded[p][0] if p in self._loaded else 0)
+            for index, group in enumerate(self.param_groups)
+            for p in group["params"]
+        }
+
+    def vectors(self, group: Dict[str, Any]) -> Tuple[str, ...]:
         return self._vectors
+
+    def add_param_group(self, param_group: Dict[str, Any]) -> None:
+        """As torch's, before the first backward."""
+        if self._owner is not None and self._owner._session is not None:
+            raise RuntimeError(
+                "the shards have had their rules since the first backward: add parameter groups before it"
+            )
+        super().add_param_group(param_group)
+        try:
+            self._check_settings(self.param_groups[-1])
+            if self._owner is not None and self._find_owner()._rule is not self:
+                raise ValueError("these are parameters of another model: expected those of one model in one optimizer")
+        except ValueError:
+            self.param_groups.pop()
+            raise
 
     def step(self, closure: Any = None) -> Any:  # type: ignore[override]
         """The shards have taken the step, or are about to."""
@@ -72,81 +126,114 @@ class Rule(torch.optim.Optimizer):
 
     def state_dict(self) -> Dict[str, Any]:  # type: ignore[override]
         state = super().state_dict()
-        steps, vectors = self._collect()
-        for index in range(len(self._parameters())) if steps and vectors else ():
-            if vectors[0][index] is None:
-                continue  # frozen
-            entry: Dict[str, Any] = {name: vectors[k][index] for k, name in enumerate(self.vectors())}
-            if self._counts_steps():
-                entry["step"] = torch.tensor(float(steps))
-            state["state"][index] = entry
-        # SGD's state does not say how many steps were taken, and torch's loads ignore what they do not know.
-        state["param_groups"][0]["steps"] = steps
+        kept = self._collect()
+        index = 0
+        for group, packed in zip(self.param_groups, state["param_groups"]):
+            # SGD's state does not say how many steps were taken, and torch's loads ignore what they do not know.
+            packed["steps"] = max([kept[p][0] for p in group["params"] if p in kept], default=0)
+            for p in group["params"]:
+                steps, vectors, master = kept.get(p, (0, [], None))
+                # Frozen and unused ones have none.
+                entry: Dict[str, Any] = dict(zip(self.vectors(group), vectors)) if steps else {}
+                if entry and self._counts_steps():
+                    entry["step"] = torch.tensor(float(steps), dtype=torch.float32, device="cpu")
+                if steps and master is not None:
+                    entry[_MASTER] = master
+                if entry:
+                    state["state"][index] = entry
+                index += 1
         return state
 
     def load_state_dict(self, state_dict: Dict[str, Any]) -> None:  # type: ignore[override]
-        (group,) = state_dict["param_groups"]
-        state, count = state_dict["state"], len(self._parameters())
-        if len(group["params"]) != count:
-            raise ValueError(f"expected the state of {count} parameters, got {len(group['params'])}")
-        super().load_state_dict({"state": {}, "param_groups": [dict(group)]})
-        self._loaded = None
-        if state and self.vectors():
-            entries = [state.get(index) for index in group["params"]]
-            counted = [int(entry["step"]) for entry in entries if entry and "step" in entry]
-            steps = max(counted) if counted else int(group.get("steps") or 1)
-            self._loaded = steps, [[entry[name] if entry else None for entry in entries] for name in self.vectors()]
+        groups, state = state_dict["param_groups"], state_dict["state"]
+        sizes = [len(group["params"]) for group in self.param_groups]
+        saved = [len(group["params"]) for group in groups]
+        if sizes != saved:
+            raise ValueError(f"expected the state of groups of {sizes} parameters, got groups of {saved}")
+        # What older versions of torch did not save is at its default.
+        groups = [{**self.defaults, **group} for group in groups]
+        for group in groups:
+            self._check_settings(group)
+        super().load_state_dict({"state": {}, "param_groups": [dict(group) for group in groups]})
+        self._loaded = {}
+        for group, packed in zip(self.param_groups, groups):
+            names = self.vectors(group)
+            for p, index in zip(group["params"], packed["params"]):
+                entry = state.get(index) or {}
+                master = entry.get(_MASTER)
+                if (names or master is not None) and all(entry.get(name) is not None for name in names):
+                    steps = int(entry["step"]) if "step" in entry else int(packed.get("steps") or 1)
+                    self._loaded[p] = steps, [entry[name] for name in names], master
         self._owner._restart()
 
     def keep(self) -> None:
         """Fetches the shards' state, for those that follow."""
         self._loaded = self._collect()
 
-    def _collect(self) -> Tuple[int, List[List[Optional[Tensor]]]]:
-        """Steps taken and, by vector, each parameter's part of it, from all shards."""
+    def _collect(self) -> Dict[nn.Parameter, Kept]:
+        """What all shards have, by parameter."""
         if not self._owner._is_open:
             raise RuntimeError("the shards' state ended with the job, or with the model's failure: collect it before")
         if self._owner._session is None:
-            return self._loaded or (0, [])
+            return self._loaded
         self._owner.synchronize()
         units, session = self._owner._units, self._owner._session
-        names = self.vectors()
-        parts: Dict[nn.Parameter, List[Tensor]] = {}
-        steps = 0
-        gathering = Job.open([(u.name, u.len, None) for u in units], optimizer="sum") if names else None
-        for unit in units:
-            whole = [torch.zeros(unit.len) for _ in names]
-            steps = session.rule_state(unit.index, [(v.data_ptr(), v.numel(), v) for v in whole])
-            if gathering is not None and world_size() > 1:
+        names = [self.vectors(self.param_groups[u.group]) if u.members else () for u in units]
+        found: Dict[nn.Parameter, Kept] = {}
+        gathers = any(names) or any(unit.has_masters for unit in units)
+        gathering = Job.open("optimizer.state_dict()", [(u.name, u.len, None) for u in units], optimizer="sum") if gathers else None
+        for unit, of_unit in zip(units, names):
+            if not unit.members:
+                continue  # it has no parameters
+            # By factors, every worker has all masters.
+            count = len(of_unit) + int(unit.has_masters and unit.fc is None)
+            whole = [torch.zeros(unit.len, dtype=torch.float32, device="cpu") for _ in range(count)]
+            steps = session.rule_state(unit.index, list(map(memory, whole)))
+            if unit.local is not None:
+                whole = unit.local.state()
+            elif gathering is not None and world_size() > 1:
                 for vector in whole:
                     add_up(gathering, unit.index, vector)
-            start = 0
+            masters: Dict[nn.Parameter, Tensor] = {}
+            if unit.has_masters:
+                kept = unit.values if unit.fc is not None else whole.pop()
+                masters = {p: part.cpu().clone() for p, part in unit.slices(kept)}
+            parts: Dict[nn.Parameter, List[Tensor]] = {p: [] for p in unit.parameters}
+            for vector in whole:
+                for p, part in unit.slices(vector):
+                    parts[p].append(part.clone())
             for p in unit.parameters:
-                end = start + p.numel()
-                parts[p] = [v[start:end].view(p.shape).clone() for v in whole]
-                start = end
+                found[p] = steps, parts[p], masters.get(p)
         if gathering is not None:
             gathering.finish()
-        # Frozen ones have none.
-        return steps, [[parts[p][k] if p in parts else None for p in self._parameters()] for k in range(len(names))]
+        return found
+
+    def local(self, unit: Any) -> LocalRule:
+        """The rule of a unit that no shard has."""
+        group = self.param_groups[unit.group]
+        return LocalRule(group, self.vectors(group), unit.values)
 
     def _restore(self) -> None:
         """Gives the shards what was loaded."""
-        if self._loaded is None:
-            return
-        steps, vectors = self._loaded
-        position = {p: i for i, p in enumerate(self._parameters())}
         for unit in self._owner._units:
-            flat = [
-                torch.cat([_flat(v[position[p]], p) for p in unit.parameters])
-                for v in vectors
-            ]
-            memories = [(v.data_ptr(), v.numel(), v) for v in flat]
-            self._owner._session.restore_rule(unit.index, steps, memories)
-        self._loaded = None
+            kept = [self._loaded.get(p) for p in unit.parameters]
+            if not kept or kept[0] is None:
+                continue  # not stepped yet
+            flat = [torch.cat([_flat(v) for v in vectors]) for vectors in zip(*(k[1] for k in kept if k is not None))]
+            memories = list(map(memory, flat))
+            if unit.local is not None:
+                unit.local.restore(kept[0][0], flat)
+            masters = None
+            if unit.has_masters:
+                masters = torch.cat([_master(k[2], p) for k, p in zip(kept, unit.parameters) if k is not None])
+            if masters is not None and unit.fc is not None:
+                unit.values.copy_(masters)
+                masters = None
+            session = self._owner._session
+            session.restore_rule(unit.index, kept[0][0], memories, None if masters is None else memory(masters))
+        self._loaded = {}
 
-    def _check_settings(self) -> None:
-        group = self.param_groups[0]
+    def _check_settings(self, group: Dict[str, Any]) -> None:
         for name in ("lr", "momentum", "weight_decay", "eps"):
             if not group.get(name, 0.0) >= 0.0:
                 raise ValueError(f"{name}={group[name]}: expected 0 or more")
@@ -154,9 +241,14 @@ class Rule(torch.optim.Optimizer):
             raise ValueError(f"betas={group['betas']}: expected 0 or more, and less than 1")
         if group.get("nesterov") and (group["momentum"] == 0.0 or group["dampening"] != 0.0):
             raise ValueError("nesterov needs a momentum, and no dampening")
+        for name, why in _REFUSED.items():
+            if group.get(name):
+                raise ValueError(
+                    f'{name}={group[name]!r}: {why}. Expected {name}=False, or update="worker" and torch.optim'
+                )
 
     def _parameters(self) -> List[nn.Parameter]:
-        return self.param_groups[0]["params"]
+        return [p for group in self.param_groups for p in group["params"]]
 
     def _counts_steps(self) -> bool:
         return "exp_avg" in self._vectors
@@ -174,20 +266,31 @@ class Rule(torch.optim.Optimizer):
                     f'{type(self).__name__} steps on the shards, which needs update="server": '
                     'DistributedDataParallel(model, update="server")'
                 )
-            if mine != theirs:
-                missing = [name for name, p in model._trainable.items() if id(p) not in mine]
-                raise ValueError(
-                    "the shards step a whole model: expected all its trainable parameters, "
-                    + (f"{', '.join(missing)} missing" if missing else "got others as well")
-                )
+            if mine - theirs:
+                raise ValueError("the shards step one model: expected its trainable parameters, got others as well")
             return model
         raise ValueError("these are no parameters of a poseidon.torch.DistributedDataParallel: wrap the model first")
 
 
-def _flat(vector: Optional[Tensor], parameter: nn.Parameter) -> Tensor:
-    if vector is None:
-        return torch.zeros(parameter.numel())
+# Arguments of torch's that change what a step computes or is, and why the shards cannot follow.
+_REFUSED = {
+    "amsgrad": "the shards do not keep the largest mean square",
+    "capturable": "the shards' steps are no part of a graph on a GPU",
+    "differentiable": "no gradient goes through a step on the shards",
+}
+
+
+def _flat(vector: Tensor) -> Tensor:
     return vector.detach().to("cpu", torch.float32).reshape(-1)
+
+
+def _master(master: Optional[Tensor], parameter: nn.Parameter) -> Tensor:
+    """What the rule goes on from: what was saved, where the model still has it rounded, and elsewhere what the model has."""
+    shown = _flat(parameter)
+    if master is None:
+        return shown
+    saved = _flat(master)
+    return torch.where(saved.to(parameter.dtype).to(torch.float32) == shown, saved, shown)
 
 
 class SGD(Rule):
@@ -202,25 +305,24 @@ class SGD(Rule):
         weight_decay: float = 0.0,
         nesterov: bool = False,
         *,
+        maximize: bool = False,
         foreach: Optional[bool] = None,
+        differentiable: bool = False,
         fused: Optional[bool] = None,
     ):
-        defaults = dict(lr=lr, momentum=momentum, dampening=dampening, weight_decay=weight_decay, nesterov=nesterov)
-        super().__init__(params, defaults)
+        super().__init__(params, _settings(locals()))
 
-    def vectors(self) -> Tuple[str, ...]:
-        return ("momentum_buffer",) if self.param_groups[0]["momentum"] else ()
+    def vectors(self, group: Dict[str, Any]) -> Tuple[str, ...]:
+        return ("momentum_buffer",) if group["momentum"] else ()
 
-    def text(self) -> str:
-        g = self.param_groups[0]
-        words = [f"{name.replace('_', '-')}={g[name]!r}" for name in ("momentum", "dampening", "weight_decay")]
-        return "sgd:" + ",".join(words + (["nesterov"] if g["nesterov"] else []))
+    def text(self, group: Dict[str, Any]) -> str:
+        numbers = [f"{name.replace('_', '-')}={float(group[name])!r}" for name in ("momentum", "dampening", "weight_decay")]
+        return "sgd:" + ",".join(numbers + [name for name in ("nesterov", "maximize") if group[name]])
 
 
 class Adam(Rule):
     """``torch.optim.Adam``, on the shards."""
 
-    _name = "adam"
     _vectors = ("exp_avg", "exp_avg_sq")
 
     def __init__(
@@ -230,22 +332,26 @@ class Adam(Rule):
         betas: Tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 0.0,
+        amsgrad: bool = False,
         *,
         foreach: Optional[bool] = None,
+        maximize: bool = False,
+        capturable: bool = False,
+        differentiable: bool = False,
         fused: Optional[bool] = None,
+        decoupled_weight_decay: bool = False,
     ):
-        super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
+        super().__init__(params, _settings(locals()))
 
-    def text(self) -> str:
-        g = self.param_groups[0]
-        (beta1, beta2), eps, decay = g["betas"], g["eps"], g["weight_decay"]
-        return f"{self._name}:beta1={beta1!r},beta2={beta2!r},eps={eps!r},weight-decay={decay!r}"
+    def text(self, group: Dict[str, Any]) -> str:
+        name = "adamw" if group["decoupled_weight_decay"] else "adam"
+        (beta1, beta2), eps, decay = map(float, group["betas"]), float(group["eps"]), float(group["weight_decay"])
+        numbers = f"beta1={beta1!r},beta2={beta2!r},eps={eps!r},weight-decay={decay!r}"
+        return f"{name}:{numbers}" + (",maximize" if group["maximize"] else "")
 
 
 class AdamW(Adam):
     """``torch.optim.AdamW``, on the shards."""
-
-    _name = "adamw"
 
     def __init__(
         self,
@@ -254,8 +360,18 @@ class AdamW(Adam):
         betas: Tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
+        amsgrad: bool = False,
         *,
+        maximize: bool = False,
         foreach: Optional[bool] = None,
+        capturable: bool = False,
+        differentiable: bool = False,
         fused: Optional[bool] = None,
     ):
-        super().__init__(params, lr, betas, eps, weight_decay)
+        super().__init__(**_settings(locals(), "params"), decoupled_weight_decay=True)
+
+
+def _settings(arguments: Dict[str, Any], *also: str) -> Dict[str, Any]:
+    """The arguments of a constructor that torch's optimizers keep in their groups, and those of ``also``."""
+    apart = {"self", "params", "__class__"} - set(also)
+    return {name: value for name, value in arguments.items() if name not in apart}

@@ -20,15 +20,30 @@ fn setups(workers: std::ops::RangeInclusive<u16>) -> impl Strategy<Value = Setup
         (1u16..3).prop_map(Servers::Mixed),
     ];
     let layers = proptest::collection::vec(0usize..400, 1..4);
+    let encoding = || proptest::sample::select(&Encoding::ALL[..]);
+    let encodings = (encoding(), encoding()).prop_map(|(up, down)| Encodings { up, down });
+    let encodings = proptest::collection::vec(encodings, 0..3);
     let size = (workers, servers, 1u16..3);
     let places = (numbers(12), numbers(12), any::<bool>());
-    (any::<u64>(), size, places, layers, 1u64..4, any::<bool>()).prop_map(
-        |(seed, (workers, servers, lanes), (hosts, racks, tree), layers, clocks, deterministic)| {
+    (any::<u64>(), size, places, (layers, encodings), 1u64..4, any::<bool>()).prop_map(
+        |(seed, size, (hosts, racks, tree), (layers, encodings), clocks, deterministic)| {
+            let (workers, servers, lanes) = size;
             let nodes = usize::from(workers + servers.extra());
             let hosts = hosts[..if tree { nodes } else { 0 }].to_vec();
             let count = hosts.iter().max().map_or(0, |last| usize::from(*last) + 1);
             let racks = racks[..count].to_vec();
-            Setup { seed, workers, servers, lanes, hosts, racks, layers, clocks, deterministic }
+            Setup {
+                seed,
+                workers,
+                servers,
+                lanes,
+                hosts,
+                racks,
+                layers,
+                encodings,
+                clocks,
+                deterministic,
+            }
         },
     )
 }
@@ -161,6 +176,7 @@ fn those_who_have_finished_hear_that_the_others_live() {
         hosts: vec![],
         racks: vec![],
         layers: vec![364, 192],
+        encodings: vec![],
         clocks: 3,
         deterministic: false,
     };
@@ -219,6 +235,7 @@ fn a_close_that_arrives_with_the_last_bytes_is_noticed_at_once() {
         hosts: vec![],
         racks: vec![],
         layers: vec![1],
+        encodings: vec![],
         clocks: 1,
         deterministic: false,
     };
@@ -230,8 +247,9 @@ fn a_close_that_arrives_with_the_last_bytes_is_noticed_at_once() {
     let (layer, clock, kind) = (LayerId(0), Clock(1), Kind::Push);
     let (gradient, destination) = (Buffer::from(vec![1.0]), None);
     board.begin(layer, 1);
-    let exchange = Exchange { layer, clock, kind, rate: 0.0, gradient, destination };
-    assert!(commands.send(Command::Send(Arc::new(exchange))).is_ok());
+    let (terms, landings) = (Terms::default(), None);
+    let exchange = Exchange { layer, clock, kind, terms, gradient, destination, landings };
+    assert!(commands.send(Command::Send(Arc::new(exchange), 0..1)).is_ok());
     let driver = Driver::start(engine, Instant::now(), "worker 0".into(), None, false).unwrap();
     driver.kick();
     let (sender, chunk) = (NodeId(1), ChunkKey { layer, index: 0 });
@@ -286,6 +304,7 @@ fn a_frame_of_the_old_plan_that_is_half_there_stops_the_session() {
         hosts: vec![],
         racks: vec![],
         layers: vec![400],
+        encodings: vec![],
         clocks: 1,
         deterministic: false,
     };
@@ -317,7 +336,7 @@ fn a_frame_of_the_old_plan_that_is_half_there_stops_the_session() {
     let mut plan = world.plan.clone();
     plan.epoch = Epoch(2);
     let rule = Optimizer::Reduce(Reduction::Sum);
-    let store = Store::new(&plan, shard, rule, Order::Arrival);
+    let store = Store::new(&plan, shard, |_| &rule, Order::Arrival);
     let state = PlanState::new(shard, &world.cluster, &plan, store, &[None], board.clone());
     commands.send(Command::Replan(Box::new(state))).ok().unwrap();
     turn();

@@ -1,0 +1,177 @@
+//! `poseidon train` that is interrupted and goes on: the real command, killed for real.
+
+mod trial;
+
+use rustix::process::Signal;
+use serde_json::Value;
+use std::fs;
+use std::process::Command;
+use trial::{SMALL, Trial, by_hand, eventually, kill};
+
+/// A folder with [`SMALL`] in it.
+fn trial() -> Trial {
+    let trial = Trial::new();
+    trial.write("small.toml", SMALL);
+    trial
+}
+
+const TASK: &str = "--model small.toml --batch 6 --test never --deterministic";
+
+fn digest(report: &Value) -> &str {
+    report["parameter_digest"].as_str().unwrap()
+}
+
+fn has_checkpoint(trial: &Trial, step: u64) -> bool {
+    trial.path(&format!("saved/step-{step:012}/manifest.json")).exists()
+}
+
+/// The last report in the folder, whoever wrote it.
+fn left(trial: &Trial) -> Value {
+    let text = fs::read_to_string(trial.path("report/report.json")).unwrap();
+    serde_json::from_str(&text).unwrap()
+}
+
+#[test]
+fn a_job_that_is_killed_goes_on_bit_by_bit() {
+    for how in [
+        "--workers 3 --scheme ps",
+        "--workers 3 --scheme sfb --optimizer adam",
+        "--workers 2 --servers 2",
+        "--workers 2 --threads-per-worker 2 --servers colocated+1",
+    ] {
+        let trial = trial();
+        let whole = trial.report(&format!("{TASK} {how} --steps 24"));
+        let mut running =
+            trial.start(&format!("{TASK} {how} --steps 100000 --checkpoint saved --every 12"));
+        running.wait_for("");
+        eventually("a checkpoint is made", || has_checkpoint(&trial, 12));
+        let worker = *trial.workers().values().next_back().unwrap();
+        kill(worker, Signal::KILL);
+        assert!(!running.finish().status.success());
+        let resumed = trial.report("--resume saved@12 --steps 24 --checkpoint other");
+        assert_eq!(digest(&resumed), digest(&whole), "{how}");
+        assert_eq!(resumed["steps"], 24);
+    }
+}
+
+#[test]
+fn a_job_that_is_asked_to_end_saves_its_state_and_leaves_a_report() {
+    for signal in [Signal::TERM, Signal::INT] {
+        let trial = trial();
+        let task = format!("{TASK} --workers 3 --steps 100000 --checkpoint saved");
+        let mut running = trial.start(&task);
+        running.wait_for("epoch");
+        kill(running.pid(), signal);
+        let run = running.finish();
+        assert_eq!(run.status.code(), Some(128 + signal.as_raw()), "{run:?}");
+        let report = left(&trial);
+        let step = report["steps"].as_u64().unwrap();
+        assert!(has_checkpoint(&trial, step), "{run:?}");
+        let why = report["partial"].as_str().unwrap();
+        assert!(why.contains(&format!("asked to end after step {step} of 100000")), "{why}");
+        assert!(!report["host"].as_str().unwrap().is_empty());
+
+        let (more, whole) = (step + 5, Trial::new());
+        whole.write("small.toml", SMALL);
+        let whole = whole.report(&format!("{TASK} --workers 3 --steps {more}"));
+        let resumed = trial.report(&format!("--resume --checkpoint saved --steps {more}"));
+        assert_eq!(digest(&resumed), digest(&whole));
+        assert_eq!(resumed["partial"], Value::Null);
+        let files = trial.report_files();
+        let expected =
+            ["previous-report.html", "previous-report.json", "report.html", "report.json"];
+        assert_eq!(files, expected);
+    }
+}
+
+/// One worker of a job whose processes somebody else started gets the signal. All of them stop after
+/// the same step.
+#[test]
+fn all_stop_when_one_worker_is_asked_to_end() {
+    let trial = trial();
+    let (flags, secret) = by_hand(3);
+    let start = |flags: &String| {
+        trial.start_with(&format!("{TASK} --steps 100000 --checkpoint saved {flags}"), &secret)
+    };
+    let mut workers: Vec<_> = flags.iter().map(start).collect();
+    workers[0].wait_for("epoch");
+    kill(workers[2].pid(), Signal::TERM);
+    for worker in workers {
+        let run = worker.finish();
+        assert!(run.status.success(), "{run:?}");
+    }
+    assert!(has_checkpoint(&trial, left(&trial)["steps"].as_u64().unwrap()));
+}
+
+#[test]
+fn a_death_leaves_a_report_of_what_there_was() {
+    let trial = trial();
+    let mut running = trial.start(&format!("{TASK} --workers 3 --steps 100000"));
+    running.wait_for("epoch");
+    kill(trial.workers()[&2], Signal::KILL);
+    assert!(!running.finish().status.success());
+    let why = left(&trial)["partial"].as_str().unwrap().to_owned();
+    // Worker 0 may be ended before it has said why.
+    assert!(why.contains("it failed: ") || why.contains("written after step"), "{why}");
+}
+
+#[test]
+fn other_workers_and_servers_go_on_where_the_data_was_left() {
+    let trial = trial();
+    trial.report(&format!("{TASK} --workers 3 --steps 10 --checkpoint saved"));
+    for how in ["--workers 1", "--workers 4", "--workers 2 --servers 1"] {
+        let report = trial.report(&format!("--resume saved {how} --steps 14 --checkpoint {}", "b"));
+        assert_eq!(report["steps"], 14, "{how}");
+        fs::remove_dir_all(trial.path("b")).unwrap();
+    }
+}
+
+#[test]
+fn what_cannot_go_on_is_refused_in_words() {
+    let trial = trial();
+    trial.report(&format!("{TASK} --workers 2 --steps 5 --checkpoint saved"));
+    let refused = |args: &str, words: &[&str]| {
+        let run = trial.train(args);
+        assert!(!run.status.success(), "{args}: {run:?}");
+        for words in words {
+            assert!(run.stderr.contains(words), "'{words}' is not in: {}", run.stderr);
+        }
+    };
+    refused("--resume saved", &["it is done", "--steps"]);
+    refused("--resume saved --steps 9 --seed 5", &["seed 1, not 5"]);
+    refused("--resume saved --steps 9 --optimizer adam", &["conv", "adam", "momentum"]);
+    refused("--resume saved --steps 9 --model mlp", &["fc1", "401920", "27696"]);
+    refused("--resume nowhere", &["no checkpoint in nowhere"]);
+    refused("--resume saved@4 --steps 9", &["000000000004"]);
+    refused("--resume", &["from where?"]);
+    refused("--every 5", &["--checkpoint"]);
+    let part = trial.path("saved/step-000000000005/part-00001.safetensors");
+    let mut bytes = fs::read(&part).unwrap();
+    let last = bytes.len() - 1;
+    bytes[last] ^= 1;
+    fs::write(&part, bytes).unwrap();
+    refused("--resume saved --steps 9", &["part-00001.safetensors"]);
+    fs::remove_file(&part).unwrap();
+    refused("--resume saved@5 --steps 9", &["part-00001.safetensors"]);
+}
+
+/// What is exported is what was trained, and a folder keeps as many as it was told.
+#[test]
+fn checkpoints_are_kept_by_count_and_can_be_exported() {
+    let trial = trial();
+    trial.report(&format!("{TASK} --workers 2 --steps 30 --checkpoint saved --every 4 --keep 2"));
+    let kept: Vec<u64> = (0..40).filter(|step| has_checkpoint(&trial, *step)).collect();
+    assert_eq!(kept, [28, 30]);
+    let (saved, file) = (trial.path("saved"), trial.path("net.safetensors"));
+    let export = Command::new(env!("CARGO_BIN_EXE_poseidon"))
+        .args(["checkpoint", "export"])
+        .args([&saved, &file])
+        .output()
+        .unwrap();
+    assert!(export.status.success(), "{export:?}");
+    let bytes = fs::read(file).unwrap();
+    let header = u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
+    let header: Value = serde_json::from_slice(&bytes[8..8 + header]).unwrap();
+    assert_eq!(header["conv.bias"]["dtype"], "F32");
+    assert_eq!(header["conv.weight"]["shape"].as_array().unwrap().len(), 4);
+}

@@ -1,0 +1,70 @@
+//! What this worker asks of a step, beside its gradients: to keep its state, to stop soon.
+
+use crate::{Error, Session};
+use poseidon_core::Clock;
+use poseidon_core::wire::Marks;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+
+/// What goes with the contributions from now on. Written by the training program between steps, or
+/// by a signal handler's thread.
+#[derive(Debug, Default)]
+pub(super) struct Requests {
+    /// The clock whose state is kept. 0, which no step has, if there is none.
+    keep: AtomicU64,
+    stop: AtomicBool,
+}
+
+impl Requests {
+    /// The marks of a contribution to `clock`.
+    pub(super) fn marks(&self, clock: Clock) -> Marks {
+        let mut marks = Marks::NONE;
+        if self.keep.load(Ordering::Relaxed) == clock.0 {
+            marks |= Marks::KEEP;
+        }
+        if self.stop.load(Ordering::Relaxed) {
+            marks |= Marks::STOP;
+        }
+        marks
+    }
+}
+
+impl Session {
+    /// Asks all workers to stop soon. It travels with the next contributions of this worker. Every
+    /// worker then hears of it at the same clock: [`stop_asked`](Session::stop_asked).
+    pub fn ask_to_stop(&self) {
+        self.requests.stop.store(true, Ordering::Relaxed);
+    }
+
+    /// The first clock at which a worker asked all to stop. A worker that has received all layers of a
+    /// clock knows for certain whether that clock, or one before it, was such a clock, and so do all
+    /// other workers. Of later clocks it may know earlier than others do.
+    pub fn stop_asked(&self) -> Option<Clock> {
+        self.parts.board.stop()
+    }
+
+    /// The clock of the next step. All layers must be at the same clock.
+    pub(super) fn next_step(&self) -> Result<Clock, Error> {
+        let mut next = None;
+        for layer in self.layers.ids() {
+            let state = self.state(layer)?;
+            let sent = state.in_flight.as_ref().map_or(state.clock, |sent| sent.clock());
+            let first = *next.get_or_insert((layer, sent));
+            if first.1 != sent {
+                return Err(Error::Config(format!(
+                    "a checkpoint is made between two steps, but layer '{}' is at clock {} and layer \
+                     '{}' at clock {sent}",
+                    self.name(first.0),
+                    first.1,
+                    self.name(layer)
+                )));
+            }
+        }
+        Ok(next.map_or(Clock(0), |(_, sent)| sent).next())
+    }
+
+    /// The state after `clock`, which is the next step's, is kept: on this node by
+    /// [`parts.kept`](crate::node::session_parts::SessionParts::kept).
+    pub(super) fn keep(&self, clock: Clock) {
+        self.requests.keep.store(clock.0, Ordering::Relaxed);
+    }
+}
