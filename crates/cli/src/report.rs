@@ -50,6 +50,8 @@ pub(crate) struct Report {
     pub(crate) digests: Vec<String>,
     pub(crate) scheme: String,
     pub(crate) overlap: String,
+    /// How far apart workers may be.
+    pub(crate) sync: String,
     pub(crate) seed: u64,
     pub(crate) deterministic: bool,
     pub(crate) version: String,

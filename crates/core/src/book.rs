@@ -4,14 +4,14 @@ use crate::optim::OptimizerError;
 use crate::plan::{Placement, Rules};
 use crate::store::Order;
 use crate::{
-    ChunkSize, Cluster, Encoding, Epoch, JobId, LaneId, Layer, LayerId, LayerKind, NodeId,
-    Optimizer, Plan, Policy,
+    ChunkSize, Cluster, Consistency, Encoding, Epoch, JobId, LaneId, Layer, LayerId, LayerKind,
+    NodeId, Optimizer, Plan, Policy,
 };
 use serde::{Deserialize, Serialize};
 use std::collections::HashSet;
 
 /// The version of the book this build writes and reads.
-pub const BOOK_VERSION: u16 = 5;
+pub const BOOK_VERSION: u16 = 6;
 
 /// Cluster, addresses and model. The coordinator writes it when the last node has joined.
 ///
@@ -115,6 +115,9 @@ pub struct Job {
     /// Whether contributions are added in rank order, which makes runs repeatable bit by bit.
     #[serde(default)]
     pub deterministic: bool,
+    /// How far apart the clocks of workers may be.
+    #[serde(default)]
+    pub consistency: Consistency,
     /// Which schemes the plan may choose from.
     #[serde(default)]
     pub scheme: Policy,
@@ -170,6 +173,22 @@ pub enum JobError {
         /// The largest chunk, in bytes.
         max: usize,
     },
+    /// Contributions that are added as they come are added in no order.
+    #[error("'{0}' is not repeatable: a deterministic job needs 'bsp'")]
+    Unordered(Consistency),
+    /// A rule that keeps no parameters can only answer with the mean of one clock.
+    #[error(
+        "layer '{layer}' has update rule '{rule}', which cannot mean anything with '{consistency}': the \
+         shards must keep the parameters, for instance with 'sgd'"
+    )]
+    NoParameters {
+        /// The layer.
+        layer: String,
+        /// Its update rule.
+        rule: String,
+        /// What was asked for.
+        consistency: Consistency,
+    },
     /// A step has no samples.
     #[error("a batch of 0 samples: expected at least 1")]
     NoBatch,
@@ -213,8 +232,8 @@ pub enum JobError {
 impl Book {
     /// The plan every node derives from the book: a function of the book and its epoch alone.
     pub fn plan(&self) -> Plan {
-        let Job { chunk, placement, scheme: policy, batch, .. } = self.job;
-        let rules = Rules { chunk, placement, policy, batch };
+        let Job { chunk, placement, scheme: policy, batch, consistency, .. } = self.job;
+        let rules = Rules { chunk, placement, policy, batch, consistency };
         Plan::new(&self.cluster, &self.job.layers, rules).in_epoch(self.epoch)
     }
 
@@ -255,6 +274,10 @@ impl Job {
         if self.batch == Some(0) {
             return Err(JobError::NoBatch);
         }
+        let consistency = self.consistency;
+        if self.deterministic && !consistency.is_bsp() {
+            return Err(JobError::Unordered(consistency));
+        }
         let mut names = HashSet::new();
         let mut room = isize::MAX as usize / size_of::<f32>();
         for layer in &self.layers {
@@ -265,6 +288,11 @@ impl Job {
             if let Some(rule) = &layer.optimizer {
                 let why = |why| JobError::LayerOptimizer { layer: name(), why };
                 rule.validate().map_err(why)?;
+            }
+            let rule = layer.optimizer.as_ref().unwrap_or(&self.optimizer);
+            if rule.is_stateless() && !consistency.is_bsp() {
+                let (layer, rule) = (name(), rule.to_string());
+                return Err(JobError::NoParameters { layer, rule, consistency });
             }
             if layer.rows == Some(0) {
                 return Err(JobError::NoRows { layer: name() });
@@ -330,6 +358,10 @@ impl Job {
                 let order = |d: bool| d.to_string();
                 differ("deterministic", order(self.deterministic), order(other.deterministic))
             })
+            .or_else(|| {
+                let sync = |job: &Self| job.consistency.to_string();
+                differ("the consistency", sync(self), sync(other))
+            })
             .or_else(|| differ("the scheme", self.scheme.to_string(), other.scheme.to_string()))
             .or_else(|| {
                 let batch = |b: Option<usize>| b.map_or("unknown".into(), |b| b.to_string());
@@ -394,6 +426,7 @@ mod tests {
             chunk: ChunkSize::default(),
             placement: Placement::Balanced,
             deterministic: false,
+            consistency: Consistency::Bsp,
             scheme: Policy::Auto,
             batch: None,
             checkpoints: Checkpoints::default(),

@@ -130,6 +130,11 @@ impl Cluster {
         Ok(Self { hosts, racks, ..self })
     }
 
+    /// The same nodes as if each had a host of its own.
+    pub fn apart(self) -> Self {
+        Self { hosts: Vec::new(), racks: Vec::new(), ..self }
+    }
+
     /// The nodes' hosts, by node. Empty if every node has a host of its own.
     pub fn hosts(&self) -> &[u16] {
         &self.hosts

@@ -11,13 +11,18 @@
 //! it needs all workers' factors of c + 1. So two matrices, used in turn, are enough to have room
 //! for every frame before it comes. They are called *places* 0 and 1.
 //!
+//! Where a worker may be s clocks [ahead](crate::consistency), a worker that has sent clock c may miss
+//! factors of the clocks from c - s on, and others may have sent theirs up to c + s + 1. So there are
+//! 2s + 2 places. Steps are taken clock by clock, when all factors of a clock are there.
+//!
 //! Factors reach the workers of another host [through one of them](crate::tree). So a frame's sender
 //! need not be the worker whose factors the frame has; that worker follows from the chunk's index,
 //! which counts the chunks of worker 0, then those of worker 1, and so on.
 
 use crate::wire::{Header, Kind};
 use crate::{
-    ChunkKey, ChunkSize, Clock, Cluster, Encoding, LaneId, LayerId, NodeId, Route, Tree, Violation,
+    ChunkKey, ChunkSize, Clock, Cluster, Consistency, Encoding, LaneId, LayerId, NodeId, Route,
+    Tree, Violation,
 };
 use std::ops::Range;
 
@@ -38,6 +43,8 @@ pub struct Layout {
     pub workers: usize,
     /// How rows travel, and how they lie in the matrix.
     pub encoding: Encoding,
+    /// How many clocks a worker may be ahead of another.
+    pub lead: u64,
     chunk_rows: usize,
     lanes: u16,
     /// The lane of the first chunk.
@@ -56,7 +63,8 @@ impl Layout {
     ) -> Self {
         let (workers, lanes) = (cluster.workers(), cluster.lanes());
         let (encoding, chunk_rows, first_lane) = (Encoding::F32, 1, first_lane % lanes);
-        let layout = Self { m, n, batch, workers, encoding, chunk_rows, lanes, first_lane };
+        let lead = 0;
+        let layout = Self { m, n, batch, workers, encoding, lead, chunk_rows, lanes, first_lane };
         layout.encoded(encoding, size)
     }
 
@@ -66,6 +74,16 @@ impl Layout {
         let fit = |bytes: usize| (bytes / row).max(1);
         let spread = self.batch.div_ceil(self.lanes.into());
         Self { encoding, chunk_rows: spread.clamp(fit(size.min), fit(size.max)), ..self }
+    }
+
+    /// How many matrices there are, used in turn.
+    pub fn places(&self) -> usize {
+        2 * self.lead as usize + 2
+    }
+
+    /// The matrix of `clock`.
+    pub fn place(&self, clock: Clock) -> usize {
+        (clock.0 % self.places() as u64) as usize
     }
 
     /// Bytes of a row.
@@ -179,8 +197,12 @@ pub struct Gather {
     chunks: Vec<u32>,
     /// The last clock that was sent.
     sent: Clock,
-    /// The clock that was sent last and the one after it, by the parity of the clock.
-    rounds: [GatheredClock; 2],
+    /// The last clock of which, and of all before it, everybody's factors are here. Not after `sent`.
+    gathered: Clock,
+    /// The clock that this worker waits for before its next: see [`handle_send`](Self::handle_send).
+    needed: Clock,
+    /// By place: the clocks that may miss something, and those that others may have sent.
+    rounds: Vec<GatheredClock>,
 }
 
 /// What has come of one clock.
@@ -199,7 +221,7 @@ struct GatheredClock {
 pub struct Arrival {
     /// The worker whose factors they are.
     pub worker: NodeId,
-    /// Which of the two matrices: the clock's parity.
+    /// Which of the matrices: that of the clock.
     pub place: usize,
     /// The elements of the matrix that the payload fills. They go beyond the sender's block if the
     /// chunk is a last one that is too long for it.
@@ -213,45 +235,52 @@ impl Gather {
     /// The gatherer of `layer` for the factors that `lane` of worker `me` carries.
     pub fn new(layer: LayerId, layout: &Layout, me: NodeId, lane: LaneId) -> Self {
         let chunks: Vec<u32> = (0..layout.chunks()).filter(|&i| layout.lane(i) == lane).collect();
-        let round = |clock| GatheredClock {
-            clock,
-            rate: None,
-            arrived: vec![false; chunks.len() * layout.workers],
-            missing: (layout.workers - 1) * chunks.len(),
-        };
-        // No factors of clock 0 ever come: its round is complete until clock 1 has been sent.
-        let rounds = [GatheredClock { missing: 0, ..round(Clock(0)) }, round(Clock(1))];
-        Self { layer, layout: layout.clone(), me, chunks, sent: Clock(0), rounds }
+        let (layout, clock) = (layout.clone(), Clock(0));
+        let (sent, gathered, needed, rounds) = (clock, clock, clock, Vec::new());
+        let mut gather = Self { layer, layout, me, chunks, sent, gathered, needed, rounds };
+        // No factors of clock 0 ever come.
+        gather.resume(clock);
+        gather
     }
 
     /// The layer has come back at `clock`, under another plan: it goes on from there.
     pub fn resume(&mut self, clock: Clock) {
-        let missing = (self.layout.workers - 1) * self.chunks.len();
-        self.sent = clock;
-        for (clock, missing) in [(clock, 0), (clock.next(), missing)] {
-            let arrived = vec![false; self.chunks.len() * self.layout.workers];
-            self.rounds[place(clock)] = GatheredClock { clock, rate: None, arrived, missing };
+        (self.sent, self.gathered, self.needed) = (clock, clock, clock);
+        let (others, places) = (self.others(), self.layout.places() as u64);
+        let nothing = GatheredClock {
+            clock,
+            rate: None,
+            arrived: vec![false; self.chunks.len() * self.layout.workers],
+            missing: 0,
+        };
+        self.rounds = vec![nothing; self.layout.places()];
+        // Others may send up to lead + 1 clocks beyond the last one that this worker has sent.
+        for ahead in 1..places / 2 + 1 {
+            let clock = Clock(clock.0 + ahead);
+            self.rounds[self.layout.place(clock)].open(clock, others);
         }
     }
 
     /// This worker sends `rows` rows at `clock`, the clock after the last one sent. Returns the
     /// chunks to send to every other worker, with their elements of the matrix. Those of a last
-    /// chunk that is too long go beyond this worker's block.
+    /// chunk that is too long go beyond this worker's block. `together`: the worker goes on when it has
+    /// all workers' factors of this clock, however far ahead it might be otherwise.
     pub fn handle_send(
         &mut self,
         clock: Clock,
         rows: usize,
         rate: f32,
+        together: bool,
     ) -> Result<impl Iterator<Item = (ChunkKey, Range<usize>)> + '_, Violation> {
         debug_assert_eq!(clock, self.sent.next(), "factors are sent clock by clock");
         debug_assert!(self.is_gathered(), "layer sent while in flight");
         self.sent = clock;
-        self.rounds[place(clock)].agree(rate)?;
-        let next = &mut self.rounds[place(clock.next())];
-        next.clock = clock.next();
-        next.rate = None;
-        next.arrived.fill(false);
-        next.missing = (self.layout.workers - 1) * self.chunks.len();
+        let lead = if together { 0 } else { self.layout.lead };
+        self.needed = Consistency::needs(clock, lead);
+        self.rounds[self.layout.place(clock)].agree(rate)?;
+        let (others, furthest) = (self.others(), Clock(clock.0 + self.layout.lead + 1));
+        self.rounds[self.layout.place(furthest)].open(furthest, others);
+        self.advance();
         let this = &*self;
         Ok(this.chunks.iter().map(move |&index| {
             let key = ChunkKey { layer: this.layer, index: this.layout.wire_index(this.me, index) };
@@ -279,7 +308,8 @@ impl Gather {
         if got > most || got % row != 0 {
             return Err(Violation::Rows { row, most, got });
         }
-        let round = &mut self.rounds[place(header.clock)];
+        let place = self.layout.place(header.clock);
+        let round = &mut self.rounds[place];
         if round.clock != header.clock || header.clock == Clock(0) {
             return Err(Violation::Clock { expected: self.sent.next(), got: header.clock });
         }
@@ -289,27 +319,48 @@ impl Gather {
         round.agree(header.value)?;
         let end = whole.start + got / self.layout.encoding.width();
         let blank = end..whole.end.max(end);
-        Ok(Arrival { worker, place: place(header.clock), range: whole.start..end, blank })
+        Ok(Arrival { worker, place, range: whole.start..end, blank })
     }
 
     /// The payload of a frame that `handle_factors` accepted is in place. `index` is that on the wire.
-    /// True if this lane now has all workers' factors of the clock that was sent last.
+    /// True if this lane now has all factors that this worker waits for before its next clock.
     pub fn handle_landed(&mut self, index: u32, clock: Clock) -> bool {
         let route = self.layout.route(index);
         let Some(slot) = route.and_then(|route| self.slot(route.root, route.turn)) else {
             return false;
         };
-        let round = &mut self.rounds[place(clock)];
+        let was_gathered = self.is_gathered();
+        let round = &mut self.rounds[self.layout.place(clock)];
         if round.clock != clock || std::mem::replace(&mut round.arrived[slot], true) {
             return false;
         }
         round.missing -= 1;
-        clock == self.sent && round.missing == 0
+        self.advance();
+        !was_gathered && self.is_gathered()
     }
 
-    /// Whether this lane has all workers' factors of the clock that was sent last.
+    /// Whether this lane has all factors that this worker waits for before its next clock: all
+    /// workers' factors of the clock that was sent last, unless workers may be apart.
     pub fn is_gathered(&self) -> bool {
-        self.rounds[place(self.sent)].missing == 0
+        self.gathered >= self.needed
+    }
+
+    /// The last clock of which, and of all before it, everybody's factors are here.
+    pub fn gathered(&self) -> Clock {
+        self.gathered
+    }
+
+    fn advance(&mut self) {
+        let is_complete =
+            |gather: &Self, clock| gather.rounds[gather.layout.place(clock)].missing == 0;
+        while self.gathered < self.sent && is_complete(self, self.gathered.next()) {
+            self.gathered = self.gathered.next();
+        }
+    }
+
+    /// Chunks that the other workers send in a clock.
+    fn others(&self) -> usize {
+        (self.layout.workers - 1) * self.chunks.len()
     }
 
     /// The last clock that was sent.
@@ -317,9 +368,10 @@ impl Gather {
         self.sent
     }
 
-    /// The chunks of the clock that was sent last which have not come, and whose they are.
+    /// The chunks that this worker waits for, of the first clock that misses some, and whose they are.
     pub fn missing(&self) -> impl Iterator<Item = (ChunkKey, NodeId)> + '_ {
-        let round = &self.rounds[place(self.sent)];
+        let clock = if self.is_gathered() { self.gathered } else { self.gathered.next() };
+        let round = &self.rounds[self.layout.place(clock)];
         let awaited =
             (0..self.layout.workers).flat_map(|w| self.chunks.iter().map(move |&i| (w, i)));
         awaited
@@ -341,6 +393,11 @@ impl Gather {
 }
 
 impl GatheredClock {
+    fn open(&mut self, clock: Clock, missing: usize) {
+        (self.clock, self.rate, self.missing) = (clock, None, missing);
+        self.arrived.fill(false);
+    }
+
     fn agree(&mut self, rate: f32) -> Result<(), Violation> {
         let expected = *self.rate.get_or_insert(rate);
         if expected.to_bits() == rate.to_bits() {
@@ -348,11 +405,6 @@ impl GatheredClock {
         }
         Err(Violation::Rate { expected, got: rate })
     }
-}
-
-/// Which of the two matrices a clock's factors use.
-pub fn place(clock: Clock) -> usize {
-    (clock.0 % 2) as usize
 }
 
 #[cfg(test)]
@@ -384,7 +436,7 @@ mod tests {
     }
 
     fn send(gather: &mut Gather, clock: u64, rows: usize) -> Vec<(u32, Range<usize>)> {
-        let chunks = gather.handle_send(Clock(clock), rows, 0.5).unwrap();
+        let chunks = gather.handle_send(Clock(clock), rows, 0.5, false).unwrap();
         chunks.map(|(key, range)| (key.index, range)).collect()
     }
 
@@ -412,7 +464,7 @@ mod tests {
                 [(0, NodeId(0))]
             );
             let last = gather.handle_factors(&frame(0, 0, clock, 2), &tree()).unwrap();
-            assert_eq!((last.place, last.range), (place(Clock(clock)), 0..10));
+            assert_eq!((last.place, last.range), ((clock % 2) as usize, 0..10));
             assert!(!gather.is_gathered());
             assert!(gather.handle_landed(0, Clock(clock)));
             assert!(gather.is_gathered());

@@ -5,6 +5,7 @@
 //! * [`budget`]: how fast a node may send.
 //! * [`tree`]: hosts and racks, and how sums pass through them.
 //! * [`book`]: what every node knows about the job: the two, the nodes' addresses, and an epoch.
+//! * [`consistency`]: how far apart the clocks of workers may be.
 //! * [`overlap`]: how much of synchronising may run beside computing.
 //! * [`cost`], [`scheme`]: what it costs to synchronise a layer, and the cheapest exact way.
 //! * [`chunk`], [`plan`]: how a layer is cut into chunks and where each chunk lives.
@@ -24,6 +25,7 @@ pub mod book;
 pub mod budget;
 pub mod chunk;
 pub mod cluster;
+pub mod consistency;
 pub mod copies;
 pub mod cost;
 pub mod encoding;
@@ -52,6 +54,7 @@ pub use budget::{Allowance, Budget};
 pub use byte_size::ByteSize;
 pub use chunk::{ChunkKey, ChunkSize, Chunks};
 pub use cluster::{Cluster, Role, Servers};
+pub use consistency::Consistency;
 pub use encoding::{Encoding, Encodings};
 pub use factors::Gather;
 pub use ids::{ChannelId, Clock, Epoch, LaneId, LayerId, NodeId};

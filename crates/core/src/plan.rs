@@ -6,8 +6,8 @@ use crate::scheme::{Choice, Policy, Scheme, choose};
 use crate::share::shares;
 use crate::wire::Kind;
 use crate::{
-    ChunkKey, ChunkSize, Chunks, Cluster, Encodings, Epoch, LaneId, Layer, LayerId, LayerKind,
-    NodeId, Route, Tree,
+    ChunkKey, ChunkSize, Chunks, Cluster, Consistency, Encodings, Epoch, LaneId, Layer, LayerId,
+    LayerKind, NodeId, Route, Tree,
 };
 use serde::{Deserialize, Serialize};
 use std::{fmt, str::FromStr};
@@ -67,6 +67,9 @@ pub struct Rules {
     /// Most samples a worker has in one step; `None` if no factors will be sent, but of layers that say
     /// their [`rows`](Layer::rows).
     pub batch: Option<usize>,
+    /// How far apart the clocks of workers may be. If they may be apart at all, workers of one host
+    /// contribute each for itself: a sum of the host would make them wait for each other.
+    pub consistency: Consistency,
 }
 
 /// What is decided about one layer before its chunks are placed.
@@ -86,6 +89,7 @@ pub struct Plan {
     /// That of the book it was made from.
     pub epoch: Epoch,
     tree: Tree,
+    consistency: Consistency,
     layers: Vec<LayerPlan>,
 }
 
@@ -104,12 +108,14 @@ impl Plan {
     /// Chooses a scheme for each of `layers` and places their chunks on the servers of `cluster`, for
     /// a job's first epoch.
     pub fn new(cluster: &Cluster, layers: &[Layer], rules: Rules) -> Self {
-        let Rules { chunk, placement, policy, batch } = rules;
+        let Rules { chunk, placement, policy, batch, consistency } = rules;
+        let apart = cluster.clone().apart();
+        let cluster = if consistency.is_bsp() { cluster } else { &apart };
         let way = |layer: &Layer| {
             let batch = layer.rows.or(batch);
             Way { choice: choose(layer, cluster, batch, policy), placement, batch }
         };
-        Self::along(cluster, layers, chunk, layers.iter().map(way))
+        Self::along(cluster, layers, chunk, layers.iter().map(way)).with_consistency(consistency)
     }
 
     /// The plan for choices made elsewhere: `ways` has one for each of `layers`.
@@ -155,7 +161,23 @@ impl Plan {
         if !tree.is_flat() {
             take_turns(cluster, &mut plans);
         }
-        Self { epoch: Epoch::FIRST, tree, layers: plans }
+        let consistency = Consistency::Bsp;
+        Self { epoch: Epoch::FIRST, tree, consistency, layers: plans }
+    }
+
+    /// The same plan, for workers whose clocks may be apart. If they may, it is a plan of a cluster whose
+    /// nodes [have hosts of their own](Cluster::apart).
+    pub fn with_consistency(mut self, consistency: Consistency) -> Self {
+        self.consistency = consistency;
+        for layout in self.layers.iter_mut().filter_map(|layer| layer.factors.as_mut()) {
+            layout.lead = consistency.lead();
+        }
+        self
+    }
+
+    /// How far apart the clocks of workers may be.
+    pub fn consistency(&self) -> Consistency {
+        self.consistency
     }
 
     /// The same plan for a book of another epoch.

@@ -16,22 +16,32 @@
 //! of another type is rounded once, when the chunk is complete. So is a sum that goes on to the node
 //! above, which the next sum then takes as it is.
 //!
+//! Where the clocks of workers [may be apart](crate::consistency), a chunk collects several clocks at
+//! once, and every worker is answered for itself: `loose` has that. Nothing is lent then, because a
+//! worker is answered before the sum of its clock is complete.
+//!
 //! A simulation has no numbers: [`Store::ghost`] judges, counts and answers like any other store,
 //! and all its sums are empty.
 
+mod loose;
 mod open_clock;
 mod outcome;
 mod pool;
+mod state;
 mod streams;
 
 use crate::encoding::Block;
 use crate::optim::{self, Optimizer, Reduction, State, Step};
-use crate::wire::{Header, Kind, Marks};
-use crate::{ChunkKey, Clock, Encoding, Encodings, LayerId, NodeId, Plan, Route, Shard, Violation};
+use crate::wire::{Header, Kind, Marks, Terms};
+use crate::{
+    ChunkKey, Clock, Consistency, Encoding, Encodings, LayerId, NodeId, Plan, Route, Shard,
+    Violation,
+};
+use loose::Owed;
 use open_clock::{OpenClock, add_or_assign};
 pub use outcome::{Completed, Kept, Outcome, Restored, Resumption, Stall, Way};
 use pool::{Pool, unshared};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
 use std::time::Duration;
 use streams::Streams;
@@ -41,6 +51,7 @@ use streams::Streams;
 pub struct Store {
     workers: usize,
     order: Order,
+    consistency: Consistency,
     /// In the order of [`keys`](Self::keys).
     slots: Vec<Slot>,
     /// This shard's chunks, sorted. They are kept apart from the slots, because they are searched.
@@ -48,6 +59,10 @@ pub struct Store {
     pool: Pool,
     /// What is to be kept and has not been taken.
     kept: Vec<Kept>,
+    /// Answers to single workers that have not been taken.
+    answers: Vec<Completed>,
+    /// When something came last.
+    now: Duration,
 }
 
 /// In which order contributions are added.
@@ -68,6 +83,10 @@ pub enum Order {
 pub struct Contribution {
     slot: SlotId,
     stream: usize,
+    clock: Clock,
+    terms: Terms,
+    /// Its numbers, if they are not added to a sum while they come.
+    own: Option<Arc<[f32]>>,
     /// Elements that have come.
     done: usize,
     len: usize,
@@ -92,7 +111,7 @@ struct Slot {
     collects: bool,
     /// Another node has the parameters: the sum goes on to the node above.
     passes_on: bool,
-    /// The clock that the chunk collects, or will collect next.
+    /// The first clock that is not complete.
     clock: Clock,
     parameters: Option<Arc<[f32]>>,
     state: Vec<Arc<[f32]>>,
@@ -100,20 +119,24 @@ struct Slot {
     /// checkpoint.
     steps_before: u64,
     streams: Arc<Streams>,
-    /// By stream: how much of the contribution to `clock` has come.
-    contributors: Box<[ContributorState]>,
-    /// `None` until the first contribution to `clock` begins.
-    round: Option<OpenClock>,
+    /// By stream: how far it has come.
+    progress: Box<[Progress]>,
+    /// The clocks that contributions have begun to, from `clock` on. Where workers are at one clock,
+    /// there is at most one.
+    rounds: VecDeque<OpenClock>,
+    /// Who waits for an answer, where workers may be apart.
+    owed: Owed,
     /// What a checkpoint has of the chunk, until its initial values have come.
     restored: Option<Restored>,
 }
 
-/// How much of a contribution has come.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum ContributorState {
-    Absent,
-    Arriving,
-    Done,
+/// How far a stream has come.
+#[derive(Clone, Copy, Debug)]
+struct Progress {
+    /// The first clock that it has not contributed to.
+    next: Clock,
+    /// Its contribution to that clock is on its way in.
+    arriving: bool,
 }
 
 impl Contribution {
@@ -160,15 +183,17 @@ impl Store {
                 parameters: None,
                 state: Vec::new(),
                 steps_before: 0,
-                contributors: vec![ContributorState::Absent; streams.len()].into(),
+                progress: vec![Progress { next: Clock(0), arriving: false }; streams.len()].into(),
                 streams: streams.clone(),
-                round: None,
+                rounds: VecDeque::new(),
+                owed: Owed::default(),
                 restored: None,
             });
         }
         let keys = slots.iter().map(|slot| slot.key).collect();
-        let (pool, kept) = (Pool::default(), Vec::new());
-        Self { workers: tree.workers(), order, slots, keys, pool, kept }
+        let (workers, consistency, now) = (tree.workers(), plan.consistency(), Duration::ZERO);
+        let (pool, kept, answers) = (Pool::default(), Vec::new(), Vec::new());
+        Self { workers, order, consistency, slots, keys, pool, kept, answers, now }
     }
 
     /// The same shard without numbers, for simulations: contributions are judged by their headers
@@ -190,7 +215,9 @@ impl Store {
     /// only then may the result come back.
     pub fn has_passed_on(&self, chunk: ChunkKey, clock: Clock) -> bool {
         let slot = self.slot(chunk).map(|id| &self.slots[id as usize]);
-        slot.is_ok_and(|slot| slot.passes_on && slot.round.is_none() && slot.clock == clock.next())
+        slot.is_ok_and(|slot| {
+            slot.passes_on && slot.rounds.is_empty() && slot.clock == clock.next()
+        })
     }
 
     /// A contribution is about to arrive, from the wire or from the worker on this node. Its header
@@ -214,9 +241,11 @@ impl Store {
     ) -> Result<Option<Contribution>, Violation> {
         let id = self.slot(header.chunk)?;
         let slot = &self.slots[id as usize];
-        let first = slot.round.is_none() && slot.encodings.up == Encoding::F32;
-        // In rank order a sum begins with worker 0's contribution, not with this node's.
-        if !first || self.order == Order::Rank || header.kind != Kind::Push {
+        let first = slot.rounds.is_empty() && slot.encodings.up == Encoding::F32;
+        // In rank order a sum begins with worker 0's contribution, not with this node's. And a worker
+        // that is answered before its clock is complete needs its memory back.
+        let lends = self.order == Order::Arrival && self.consistency.is_bsp();
+        if !first || !lends || header.kind != Kind::Push {
             return Ok(None);
         }
         let mut loan = self.admit(id, header, now, true)?;
@@ -233,16 +262,13 @@ impl Store {
         piece: &[u8],
         lent: Option<&mut [f32]>,
     ) {
-        let slot = &mut self.slots[contribution.slot as usize];
-        let round = slot.round.as_mut().expect("a contribution keeps its round open");
         let (start, encoding) = (contribution.done, contribution.encoding);
         contribution.done += piece.len() / encoding.width();
-        if self.order == Order::Rank && round.kind == Kind::Push {
-            let pool = &mut self.pool;
-            let own = round.waiting.entry(contribution.stream);
-            let own = own.or_insert_with(|| pool.take(slot.room));
+        if let Some(own) = &mut contribution.own {
             encoding.decode(piece, &mut unshared(own)[start..contribution.done]);
         } else {
+            let slot = &mut self.slots[contribution.slot as usize];
+            let round = slot.round(contribution.clock);
             let sum = round.sum.as_mut().map(unshared).or(lent);
             let sum = &mut sum.expect("a sum is here or lent")[start..contribution.done];
             add_or_assign(encoding, sum, round.filled.saturating_sub(start), piece);
@@ -258,21 +284,34 @@ impl Store {
         lent: Option<&mut [f32]>,
     ) -> Option<Completed> {
         debug_assert_eq!(contribution.done, contribution.len, "a piece is missing");
-        let slot = &mut self.slots[contribution.slot as usize];
-        let round = slot.round.as_mut().expect("a contribution keeps its round open");
-        slot.contributors[contribution.stream] = ContributorState::Done;
+        let Contribution { slot: id, stream, clock, .. } = contribution;
+        let slot = &mut self.slots[id as usize];
+        slot.progress[stream] = Progress { next: clock.next(), arriving: false };
+        if slot.is_loose(self.consistency) && clock != Clock(0) {
+            self.contributed_loosely(contribution);
+            return None;
+        }
+        let round = slot.rounds.front_mut().expect("a contribution keeps its round open");
         round.finished += 1;
+        if let Some(own) = contribution.own {
+            round.waiting.insert(stream, own);
+        }
         if self.order == Order::Rank && round.kind == Kind::Push {
-            let done = |stream: usize| slot.contributors[stream] == ContributorState::Done;
+            let done = |stream: usize| slot.progress[stream].next > clock;
             round.fold(&slot.streams.fold, done).into_iter().for_each(|sum| self.pool.put(sum));
         }
-        (round.finished == slot.streams.len()).then(|| self.complete(contribution.slot, lent))
+        (round.finished == slot.streams.len()).then(|| self.complete(id, lent))
     }
 
     /// A link has sent a result, or it has been copied. The buffer returns to the pool when its last
     /// holder releases it.
     pub fn release(&mut self, result: Block) {
         self.pool.release(result);
+    }
+
+    /// Takes an answer to one worker, where workers may be apart. There may be some after a contribution.
+    pub fn poll_answer(&mut self) -> Option<Completed> {
+        self.answers.pop()
     }
 
     /// Takes what workers asked to keep and what has become complete since the last call.
@@ -282,112 +321,17 @@ impl Store {
 
     /// The chunk that has waited longest for a missing worker, if it has waited for `limit`.
     pub fn poll_stalled(&self, now: Duration, limit: Duration) -> Option<Stall> {
-        let open = self.slots.iter().filter_map(|s| Some((s, s.round.as_ref()?)));
-        let (slot, round) = open.min_by_key(|(_, round)| round.opened)?;
-        let waited = now.saturating_sub(round.opened);
+        let open = self.slots.iter().filter_map(|s| Some((s, s.waits_since()?)));
+        let (slot, since) = open.min_by_key(|(_, since)| *since)?;
+        let waited = now.saturating_sub(since);
         if waited < limit {
             return None;
         }
-        let absent = |stream: &usize| slot.contributors[*stream] != ContributorState::Done;
+        let absent = |stream: &usize| slot.progress[*stream].next <= slot.clock;
         let absent: Vec<usize> = (0..slot.streams.len()).filter(absent).collect();
         let missing = absent.iter().map(|stream| slot.streams.nodes()[*stream]).collect();
         let collected = absent.iter().all(|stream| slot.streams.is_collected(*stream));
         Some(Stall { key: slot.key, clock: slot.clock, missing, collected, waited })
-    }
-
-    /// The update rule's state vectors of a chunk. `None` before the chunk has its initial
-    /// parameters, and for rules that keep no parameters.
-    pub fn rule_state(&self, chunk: ChunkKey) -> Option<&[Arc<[f32]>]> {
-        let slot = &self.slots[self.slot(chunk).ok()? as usize];
-        slot.parameters.is_some().then_some(&slot.state)
-    }
-
-    /// The parameters of a chunk as the update rule has them, if workers get them rounded.
-    pub fn masters(&self, chunk: ChunkKey) -> Option<&[f32]> {
-        let slot = &self.slots[self.slot(chunk).ok()? as usize];
-        let rounded = slot.encodings.down != Encoding::F32;
-        slot.parameters.as_deref().filter(|_| rounded)
-    }
-
-    /// Sets a chunk's update rule to its state after `steps` steps, and the chunk's parameters to its
-    /// [`masters`](Self::masters), if there are any. False if this shard does not have the chunk, if
-    /// the chunk has no initial parameters yet, or if the vectors differ in number or length from the
-    /// rule's.
-    pub fn restore_rule(
-        &mut self,
-        chunk: ChunkKey,
-        steps: u64,
-        vectors: &[&[f32]],
-        masters: Option<&[f32]>,
-    ) -> bool {
-        let Ok(id) = self.slot(chunk) else { return false };
-        let slot = &mut self.slots[id as usize];
-        let fits = slot.state.len() == vectors.len()
-            && slot.state.iter().zip(vectors).all(|(own, new)| own.len() == new.len())
-            && masters.is_none_or(|masters| masters.len() == slot.room);
-        if slot.parameters.is_none() || !fits {
-            return false;
-        }
-        slot.steps_before = steps;
-        if let Some(masters) = masters {
-            slot.parameters = Some(masters.into());
-        }
-        slot.state = vectors.iter().map(|&vector| vector.into()).collect();
-        true
-    }
-
-    /// Whether the update rule of `chunk` runs here, on parameters that are here.
-    pub fn holds_parameters(&self, chunk: ChunkKey) -> bool {
-        self.slot(chunk).is_ok_and(|id| self.slots[id as usize].holds_parameters())
-    }
-
-    /// Before anything has come for a chunk: gives it what a checkpoint has of it. It begins to count
-    /// with the chunk's initial values. False if the chunk's parameters are not here, if something has
-    /// come already, or if a length or the number of vectors is not the rule's.
-    pub fn restore(&mut self, chunk: ChunkKey, restored: Restored) -> bool {
-        let Ok(id) = self.slot(chunk) else { return false };
-        let slot = &mut self.slots[id as usize];
-        let fits = restored.vectors.len() == slot.optimizer.state_vectors()
-            && restored.parameters.len() == slot.room
-            && restored.vectors.iter().all(|vector| vector.len() == slot.room);
-        let untouched = slot.round.is_none() && slot.clock == Clock(0);
-        if !slot.holds_parameters() || !untouched || !fits {
-            return false;
-        }
-        slot.restored = Some(restored);
-        true
-    }
-
-    /// Puts a chunk where its elements were left under another plan. False if the chunk is not here, or
-    /// if something has come for it already.
-    pub fn resume(&mut self, chunk: ChunkKey, from: &Resumption<'_>) -> bool {
-        let Ok(id) = self.slot(chunk) else { return false };
-        let slot = &mut self.slots[id as usize];
-        if slot.round.is_some() || slot.clock != Clock(0) {
-            return false;
-        }
-        slot.clock = from.clock.next();
-        slot.steps_before = from.steps_before;
-        if slot.holds_parameters() {
-            slot.parameters = Some(from.parameters.into());
-            slot.state = match from.vectors {
-                [] => slot.fresh_state(),
-                vectors => vectors.iter().map(|&vector| vector.into()).collect(),
-            };
-        }
-        true
-    }
-
-    /// Bytes of sums, parameters and optimizer state that this shard holds, with free buffers.
-    pub fn bytes(&self) -> usize {
-        let held = self.slots.iter().map(|s| {
-            let sums =
-                |r: &OpenClock| usize::from(r.sum.is_some()) + r.waiting.len() + r.stack.len();
-            let round = s.round.as_ref().map_or(0, |r| s.room * sums(r));
-            let parameters = s.parameters.as_ref().map_or(0, |p| p.len());
-            round + parameters + s.state.iter().map(|vector| vector.len()).sum::<usize>()
-        });
-        self.pool.bytes() + held.sum::<usize>() * size_of::<f32>()
     }
 
     fn slot(&self, chunk: ChunkKey) -> Result<SlotId, Violation> {
@@ -416,12 +360,8 @@ impl Store {
             return Err(Violation::Length { expected, got: header.length as usize });
         }
         // A shard that keeps no parameters needs no initial ones.
-        let skips_init = header.kind == Kind::Push
-            && slot.optimizer.is_stateless()
-            && slot.clock == Clock(0)
-            && slot.round.is_none();
-        if skips_init {
-            slot.clock = Clock(1);
+        if header.kind == Kind::Push && slot.optimizer.is_stateless() && slot.is_untouched() {
+            slot.begin_at(Clock(1));
         }
         match header.kind {
             Kind::Init if header.clock != Clock(0) => {
@@ -432,13 +372,22 @@ impl Store {
             Kind::Init | Kind::Push => {}
             _ => return Err(Violation::WrongKind),
         }
-        if header.clock != slot.clock {
-            return Err(Violation::Clock { expected: slot.clock, got: header.clock });
+        let (clock, Progress { next, arriving }) = (header.clock, slot.progress[stream]);
+        let ahead = clock.0.checked_sub(slot.clock.0);
+        let lead = slot.lead(self.consistency);
+        let Some(ahead) = ahead.filter(|ahead| *ahead <= lead && clock <= next) else {
+            let expected = Clock(next.0.min(slot.clock.0.saturating_add(lead)));
+            return Err(Violation::Clock { expected, got: clock });
+        };
+        if clock < next || arriving {
+            return Err(Violation::Duplicate(clock));
         }
-        if slot.contributors[stream] != ContributorState::Absent {
-            return Err(Violation::Duplicate(header.clock));
-        }
-        match &mut slot.round {
+        self.now = now;
+        let is_push = header.kind == Kind::Push;
+        let as_it_comes = is_push && slot.is_loose(self.consistency) && slot.steps_as_they_come();
+        let apart = as_it_comes || is_push && self.order == Order::Rank;
+        match slot.rounds.get_mut(ahead as usize) {
+            _ if as_it_comes => {}
             Some(round) if round.terms.rate.to_bits() != header.value.to_bits() => {
                 return Err(Violation::Rate { expected: round.terms.rate, got: header.value });
             }
@@ -448,7 +397,7 @@ impl Store {
                     Kind::Init => slot.streams.has_initial(),
                     _ => !loan && self.order == Order::Arrival,
                 };
-                slot.round = Some(OpenClock {
+                slot.rounds.push_back(OpenClock {
                     kind: header.kind,
                     terms: header.terms(),
                     opened: now,
@@ -462,19 +411,19 @@ impl Store {
                 });
             }
         }
-        let lent = slot.round.as_ref().is_some_and(|round| round.lent);
-        slot.contributors[stream] = ContributorState::Arriving;
-        let len = if carries { slot.room } else { 0 };
-        Ok(Contribution { slot: id, stream, done: 0, len, encoding, lent })
+        let lent = slot.rounds.front().is_some_and(|round| round.lent);
+        slot.progress[stream].arriving = true;
+        let (len, done) = (if carries { slot.room } else { 0 }, 0);
+        let (own, terms) = (apart.then(|| self.pool.take(slot.room)), header.terms());
+        Ok(Contribution { slot: id, stream, clock, terms, own, done, len, encoding, lent })
     }
 
     fn complete(&mut self, id: SlotId, mut lent: Option<&mut [f32]>) -> Completed {
         let (slot, pool) = (&mut self.slots[id as usize], &mut self.pool);
         let down = slot.encodings.down;
-        let mut round = slot.round.take().expect("only an open round completes");
+        let mut round = slot.rounds.pop_front().expect("only an open round completes");
         let (clock, marks) = (slot.clock, round.terms.marks);
         slot.clock = clock.next();
-        slot.contributors.fill(ContributorState::Absent);
         if self.order == Order::Rank && round.kind == Kind::Push {
             // A chunk without elements has no contribution on the stack.
             round.sum = Some(round.stack.pop().unwrap_or_else(|| pool.take(slot.room)));
@@ -552,6 +501,22 @@ impl Slot {
     /// Whether the update rule runs here, on parameters that are here.
     fn holds_parameters(&self) -> bool {
         !self.optimizer.is_stateless() && self.collects && !self.passes_on
+    }
+
+    /// Whether nothing has come for the chunk.
+    fn is_untouched(&self) -> bool {
+        self.clock == Clock(0) && self.rounds.is_empty()
+    }
+
+    /// The chunk goes on with `clock`.
+    fn begin_at(&mut self, clock: Clock) {
+        self.clock = clock;
+        self.progress.fill(Progress { next: clock, arriving: false });
+    }
+
+    /// What has come for `clock`, which a contribution keeps open.
+    fn round(&mut self, clock: Clock) -> &mut OpenClock {
+        &mut self.rounds[(clock.0 - self.clock.0) as usize]
     }
 
     /// What the update rule has before its first step.

@@ -10,7 +10,7 @@ mod handshake;
 pub use handshake::{Challenge, Hello, Purpose, Status, Verdict};
 
 /// The version this build speaks.
-pub const VERSION: u16 = 9;
+pub const VERSION: u16 = 10;
 /// First bytes of every connection.
 pub const MAGIC: [u8; 8] = *b"POSEIDON";
 /// Longest reason an `Abort` may carry, in bytes.
@@ -65,6 +65,15 @@ impl Marks {
     pub const KEEP: Self = Self(1);
     /// A worker wants all workers to stop soon, at one clock that all of them agree on.
     pub const STOP: Self = Self(2);
+    /// The worker is to be answered when all workers have contributed to this clock, however far apart
+    /// their clocks [may be](crate::Consistency).
+    pub const TOGETHER: Self = Self(4);
+
+    /// Whether the worker is to be answered only when all workers have contributed. What is kept for a
+    /// checkpoint is of one clock, too.
+    pub fn wait_for_all(self) -> bool {
+        self.contains(Self::TOGETHER) || self.contains(Self::KEEP)
+    }
 
     /// Whether all of `other` is among these.
     pub fn contains(self, other: Self) -> bool {
@@ -72,7 +81,7 @@ impl Marks {
     }
 
     fn from_bits(bits: u8) -> Option<Self> {
-        (bits <= Self::KEEP.0 | Self::STOP.0).then_some(Self(bits))
+        (bits <= Self::KEEP.0 | Self::STOP.0 | Self::TOGETHER.0).then_some(Self(bits))
     }
 }
 
@@ -404,7 +413,7 @@ mod tests {
         }
 
         #[test]
-        fn unknown_marks_are_refused(bits in 4u8..) {
+        fn unknown_marks_are_refused(bits in 8u8..) {
             let header = Header { marks: Marks(bits), ..Header::bare(Kind::Push, NodeId(1), 0) };
             prop_assert_eq!(Header::decode(&header.encode()), Err(HeaderError::Marks(bits)));
         }

@@ -221,7 +221,14 @@ impl Worker {
         layers.map(named).collect()
     }
 
-    /// Whether some worker asked all to stop. All workers hear it after the same step.
+    /// Takes the next step together with all workers, where their clocks
+    /// [may be apart](Session::step_together).
+    pub fn step_together(&self) -> Result<(), TrainError> {
+        self.session().map_or(Ok(()), |session| Ok(session.step_together()?))
+    }
+
+    /// Whether some worker asked all to stop. All workers hear it after the same step, unless none waits
+    /// for another: then they hear it at the latest with the next step that is taken together.
     pub fn stop_asked(&self) -> bool {
         // With full overlap the results of the last step come during the next one.
         let late = u64::from(self.overlap == Overlap::Full);

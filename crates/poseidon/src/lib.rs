@@ -60,9 +60,9 @@ pub use poseidon_core::budget::Limit;
 pub use poseidon_core::plan::{Placement, Rules};
 pub use poseidon_core::store::Order;
 pub use poseidon_core::{
-    CheckpointAt, Checkpoints, ChunkSize, Clock, Cluster, Dtype, Encoding, Encodings, Epoch, JobId,
-    LaneId, Layer, LayerId, LayerKind, NodeId, Optimizer, Plan, Policy, Rate, ReduceOp, Reduction,
-    Scheme, Servers,
+    CheckpointAt, Checkpoints, ChunkSize, Clock, Cluster, Consistency, Dtype, Encoding, Encodings,
+    Epoch, JobId, LaneId, Layer, LayerId, LayerKind, NodeId, Optimizer, Plan, Policy, Rate,
+    ReduceOp, Reduction, Scheme, Servers,
 };
 pub use poseidon_device as device;
 pub use poseidon_link::Secret;

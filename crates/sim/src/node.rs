@@ -215,7 +215,7 @@ impl Node {
         let tracked = &mut self.layers[at];
         tracked.leaving -= 1;
         for gather in &mut tracked.gathers {
-            let chunks = gather.handle_send(clock, facts.rows[at], 0.0);
+            let chunks = gather.handle_send(clock, facts.rows[at], 0.0, false);
             for (chunk, range) in chunks.expect("all workers have the same rate") {
                 let payload = facts.plan.encodings(layer).up.bytes(range.len()) as u32;
                 let frame =
@@ -379,6 +379,8 @@ impl Node {
     /// True if a layer of this node's worker is back by it.
     fn poll_completed(&mut self, facts: &JobFacts<'_>, sink: &mut FrameSink<'_>) -> bool {
         let mut back = false;
+        let stores = self.stores.iter_mut();
+        self.completed.extend(stores.flat_map(|store| std::iter::from_fn(|| store.poll_answer())));
         while let Some(Completed { key, clock, way, result, .. }) = self.completed.pop() {
             let lent = matches!(result, Outcome::Lent);
             let lane = facts.plan.shard(key).map_or(0, |shard| shard.lane.index());
@@ -391,6 +393,11 @@ impl Node {
                 }
                 (Way::Up { .. }, None) => {
                     unreachable!("workers collect for others, servers do not")
+                }
+                (Way::To(worker), _) => {
+                    let mut peers = facts.peers([&worker]);
+                    peers.remove(self.id.index());
+                    (Kind::Update, peers)
                 }
                 (Way::Down, _) if facts.flat.is_some() => {
                     (Kind::Update, facts.workers_but(self.id))
@@ -407,8 +414,9 @@ impl Node {
             if let Some(tracked) = tracked {
                 tracked.unsent += if lent { multicasts } else { 0 };
                 let mut syncers = tracked.syncers.iter_mut();
-                let last = way == Way::Down && syncers.any(|s| s.handle_landed(key.index));
-                if way == Way::Down {
+                let to_me = way == Way::Down || way == Way::To(self.id);
+                let last = to_me && syncers.any(|s| s.handle_landed(key.index));
+                if to_me {
                     self.note_landed(facts, key, clock);
                 }
                 back |= last && self.finish_if_done(facts, key.layer);

@@ -3,13 +3,16 @@
 use crate::setup::{SchemeRule, Setup};
 use poseidon_core::plan::{Placement, Way};
 use poseidon_core::scheme::{Choice, choose};
-use poseidon_core::{LayerId, LayerKind, Plan, Policy, Scheme};
+use poseidon_core::{Cluster, LayerId, LayerKind, Plan, Policy, Scheme};
 
 impl Setup {
     /// How every layer is synchronised and where its chunks live: the plan a session would follow.
     pub fn plan(&self) -> Plan {
         let ids = (0..self.layers.len() as u32).map(LayerId);
-        Plan::along(&self.cluster, &self.layers, self.chunk, ids.map(|layer| self.way(layer)))
+        let apart = (!self.consistency.is_bsp()).then(|| self.cluster.clone().apart());
+        let cluster = apart.as_ref().unwrap_or(&self.cluster);
+        let ways = ids.map(|layer| self.way(cluster, layer));
+        Plan::along(cluster, &self.layers, self.chunk, ways).with_consistency(self.consistency)
     }
 
     /// The rule that `layer` follows.
@@ -36,7 +39,7 @@ impl Setup {
         self.batch * self.rows[layer.index()].max(1)
     }
 
-    fn way(&self, id: LayerId) -> Way {
+    fn way(&self, cluster: &Cluster, id: LayerId) -> Way {
         let layer = &self.layers[id.index()];
         let batch = Some(self.factor_rows(id));
         let policy = match self.rule(id) {
@@ -49,7 +52,7 @@ impl Setup {
             let choice = Choice { scheme: Scheme::Ps, reason };
             return Way { choice, placement: Placement::PerTensor, batch };
         }
-        let choice = choose(layer, &self.cluster, batch, policy);
+        let choice = choose(layer, cluster, batch, policy);
         Way { choice, placement: self.placement, batch }
     }
 }

@@ -5,7 +5,7 @@ use crate::network::Network;
 use crate::profile::{CopySpeed, LayerTime};
 use crate::zoo::Model;
 use poseidon_core::plan::{Placement, Rules};
-use poseidon_core::{ChunkSize, Cluster, Layer, LayerId, NodeId, Overlap, Tree};
+use poseidon_core::{ChunkSize, Cluster, Consistency, Layer, LayerId, NodeId, Overlap, Tree};
 use serde::{Deserialize, Serialize};
 use std::time::Duration;
 use std::{fmt, str::FromStr};
@@ -29,6 +29,8 @@ pub struct Setup {
     pub overrides: Vec<(LayerId, SchemeRule)>,
     /// How much of the synchronisation runs beside computing.
     pub overlap: Overlap,
+    /// How far apart the clocks of workers may be.
+    pub consistency: Consistency,
     /// How layers are cut.
     pub chunk: ChunkSize,
     /// How chunks are spread.
@@ -138,6 +140,7 @@ impl Setup {
             scheme: SchemeRule::Auto,
             overrides: Vec::new(),
             overlap: Overlap::Full,
+            consistency: Consistency::Bsp,
             chunk: Rules::default().chunk,
             placement: Rules::default().placement,
             network,

@@ -259,6 +259,7 @@ fn facts(page: &mut String, report: &Report) {
         ("batch per worker", report.batch.to_string()),
         ("scheme", report.scheme.clone()),
         ("overlap", report.overlap.clone()),
+        ("sync", report.sync.clone()),
         ("seed", report.seed.to_string()),
         ("deterministic", if report.deterministic { "yes" } else { "no" }.into()),
         ("parameter digest", report.parameter_digest.clone()),

@@ -30,6 +30,7 @@ fn sample() -> Report {
         parameter_digest: "0123456789abcdef".into(),
         scheme: "hybrid".into(),
         overlap: "on".into(),
+        sync: "bsp".into(),
         seed: 1,
         deterministic: true,
         version: "0.1.0".into(),

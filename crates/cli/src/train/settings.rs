@@ -4,7 +4,7 @@ use super::inputs::Inputs;
 use super::saving::{self, Resumed};
 use anyhow::{Context, bail, ensure};
 use poseidon::config::Carriers;
-use poseidon::{ChunkSize, Config, Optimizer, Placement, Policy, Servers};
+use poseidon::{ChunkSize, Config, Consistency, Optimizer, Placement, Policy, Servers};
 use poseidon_nn::data::{self, Samples, Source, Split};
 use poseidon_nn::train::{Overlap, Task};
 use poseidon_nn::{Model, Schedule};
@@ -112,8 +112,10 @@ pub(crate) struct Flags {
     #[arg(long, value_name = "balanced|per-tensor", help_heading = SYNC)]
     placement: Option<Placement>,
 
-    /// Consistency: 'bsp' is all there is so far [default: bsp].
-    #[arg(long, value_name = "bsp", hide_possible_values = true, help_heading = SYNC)]
+    /// How far apart workers may be: 'bsp', all take every step together; 'ssp:S', nobody is more than
+    /// S steps ahead of anybody; 'asp', nobody waits. They meet at the end of an epoch, and where the
+    /// state is saved [default: bsp].
+    #[arg(long, value_name = "bsp|ssp:S|asp", help_heading = SYNC)]
     sync: Option<Consistency>,
 
     /// Add contributions in rank order, so that a run repeats bit by bit.
@@ -152,7 +154,7 @@ pub(crate) struct Flags {
     report: Option<PathBuf>,
 
     /// Train in this process without Poseidon: what its overhead is measured against.
-    #[arg(long, conflicts_with_all = ["workers", "servers", "scheme", "overlap", "chunk", "placement"], help_heading = SYNC)]
+    #[arg(long, conflicts_with_all = ["workers", "servers", "scheme", "overlap", "chunk", "placement", "sync"], help_heading = SYNC)]
     bare: bool,
 }
 
@@ -270,15 +272,6 @@ pub(crate) enum Test {
     End,
     /// Not at all.
     Never,
-}
-
-/// Which parameters a step may see.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, clap::ValueEnum)]
-#[serde(rename_all = "lowercase")]
-pub(crate) enum Consistency {
-    /// Bulk synchronous: those of the step before, of all workers.
-    #[default]
-    Bsp,
 }
 
 impl Default for Settings {
@@ -479,6 +472,12 @@ impl Settings {
             bail!("learning rate {}: expected a positive number", self.lr);
         }
         ensure!(self.every != Some(0), "every = 0: expected at least 1");
+        for (asked, what) in
+            [(self.deterministic, "deterministic"), (self.verify_replicas, "verify-replicas")]
+        {
+            let sync = self.sync;
+            ensure!(!asked || sync.is_bsp(), "{what} needs sync = \"bsp\", not \"{sync}\"");
+        }
         let saves = self.checkpoint.is_some() || self.resumed.is_some();
         ensure!(!(self.bare && saves), "without Poseidon (--bare) there are no checkpoints");
         if self.optimizer.is_stateless() {

@@ -10,7 +10,7 @@ use crate::report::{
     What,
 };
 use anyhow::ensure;
-use poseidon::{Checkpoints, Config, LayerId, NodeId, Session, Traffic};
+use poseidon::{Checkpoints, Config, Consistency, LayerId, NodeId, Session, Traffic};
 use poseidon_nn::data::{Evaluation, Loader, Position, Samples, Transform};
 use poseidon_nn::train::{self, TrainError, Worker};
 use poseidon_nn::{Loss, Net};
@@ -26,6 +26,7 @@ pub(super) fn run(settings: &Settings, config: Config, json: bool) -> anyhow::Re
     let builder = Session::builder(config)
         .scheme(settings.scheme)
         .deterministic(settings.deterministic)
+        .consistency(settings.sync)
         .chunk_size(settings.chunk)
         .placement(settings.placement)
         .checkpoints(Checkpoints {
@@ -202,11 +203,14 @@ impl Run<'_> {
         }
     }
 
-    /// Before a step: begins a checkpoint of what it leaves, if one is due. `ends_epoch`: the step is
-    /// the last one of its epoch.
-    fn save_next(&mut self, ends_epoch: bool) -> anyhow::Result<()> {
+    /// Before a step: begins a checkpoint of what it leaves, if one is due. `is_last`: workers compare
+    /// results after it. `ends_epoch`: it is the last one of its epoch, too.
+    fn prepare_step(&mut self, is_last: bool, ends_epoch: bool) -> anyhow::Result<()> {
         let next = self.worker.steps() + 1;
         let ends_run = next == self.steps || self.stop_at == Some(next);
+        if is_last || ends_run {
+            self.worker.step_together()?;
+        }
         if self.saver.is_due(next, ends_epoch, ends_run) {
             let last = self.saver.begin(&self.worker)?;
             self.tell(last);
@@ -234,11 +238,16 @@ impl Run<'_> {
             }
             None => asked,
         };
-        if stops && self.stop_at.is_none() {
-            // The step after this one is saved, on all workers.
-            self.stop_at = Some(self.worker.steps() + 1);
+        // Workers that never wait hear of it at different steps: see `epoch`.
+        if stops && self.settings.sync != Consistency::Asp {
+            self.stop_soon();
         }
         Ok(())
+    }
+
+    /// The step after this one is saved, on all workers, and is the last.
+    fn stop_soon(&mut self) {
+        self.stop_at.get_or_insert(self.worker.steps() + 1);
     }
 
     fn headline(&self) -> String {
@@ -268,7 +277,8 @@ impl Run<'_> {
                 break;
             }
             let start = Instant::now();
-            self.save_next(ends_epoch && step + 1 == steps)?;
+            let is_last = step + 1 == steps;
+            self.prepare_step(is_last, is_last && ends_epoch)?;
             let batch = self.loader.next()?;
             self.images += batch.total as u64;
             let rate = self.settings.schedule.at(self.settings.lr, self.worker.steps());
@@ -294,6 +304,10 @@ impl Run<'_> {
             );
         }
         self.worker.settle()?;
+        // All workers have just taken a step together, so all of them know the same.
+        if self.worker.session().is_some_and(|session| session.stop_asked().is_some()) {
+            self.stop_soon();
+        }
         let spent = began.elapsed();
         self.stepping += spent;
         let done = self.worker.steps() >= self.steps;
@@ -478,6 +492,7 @@ impl Run<'_> {
             digests: self.digests.clone(),
             scheme: settings.scheme.to_string(),
             overlap: settings.overlap.to_string(),
+            sync: settings.sync.to_string(),
             seed: settings.seed,
             deterministic: settings.deterministic,
             version: env!("CARGO_PKG_VERSION").into(),

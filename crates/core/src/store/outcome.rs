@@ -60,6 +60,8 @@ pub enum Way {
     },
     /// To those who have contributed: it is the result.
     Down,
+    /// To one worker: it is the answer to its contribution, where workers may be apart.
+    To(NodeId),
 }
 
 /// Where a result is.

@@ -4,6 +4,7 @@ use crate::{ChunkSize, Cluster, LaneId, Layer, LayerId, Reduction, Servers};
 use proptest::prelude::*;
 
 mod encodings;
+mod loose;
 
 const KEY: ChunkKey = ChunkKey { layer: LayerId(0), index: 0 };
 const SUM: Optimizer = Optimizer::Reduce(Reduction::Sum);

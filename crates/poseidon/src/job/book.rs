@@ -185,6 +185,7 @@ pub(crate) mod tests {
                 chunk: ChunkSize::default(),
                 placement: Placement::Balanced,
                 deterministic: false,
+                consistency: Default::default(),
                 scheme: Policy::Auto,
                 batch: None,
                 checkpoints: crate::Checkpoints::default(),

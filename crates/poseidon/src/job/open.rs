@@ -214,6 +214,7 @@ mod tests {
             chunk: ChunkSize::default(),
             placement: Placement::Balanced,
             deterministic: false,
+            consistency: Default::default(),
             scheme: Policy::Auto,
             batch: None,
             checkpoints: crate::Checkpoints::default(),

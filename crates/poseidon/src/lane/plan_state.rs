@@ -28,7 +28,7 @@ use std::time::Duration;
 /// A plan's state on one lane of one node.
 pub(crate) struct PlanState {
     pub(super) epoch: Epoch,
-    me: NodeId,
+    me: Shard,
     tree: Tree,
     /// The nodes that have results and factors from this one, by the way these take.
     fan_outs: BTreeMap<Route, Arc<[NodeId]>>,
@@ -114,7 +114,7 @@ impl PlanState {
             results_are_large: results * usize::from(cluster.lanes()) >= LARGE,
             gathers: layers.zip(matrices).map(gathering).collect(),
             epoch: plan.epoch,
-            me: me.node,
+            me,
             arriving: cluster.node_ids().map(|_| None).collect(),
             tree: plan.tree().clone(),
             fan_outs: BTreeMap::new(),
@@ -150,7 +150,7 @@ impl PlanState {
             syncer.handle_send(exchange.clock);
         }
         for part in syncer.parts().iter().filter(is_ready) {
-            let header = contribution(self.me, part.key, &part.range, &exchange);
+            let header = contribution(self.me.node, part.key, &part.range, &exchange);
             if part.collects {
                 self.own.push_back(part.key);
             } else {
@@ -187,17 +187,17 @@ impl PlanState {
         let Gathering { gather, matrices, in_flight } = gathering;
         let layout = &matrices.layout;
         let chunks = gather
-            .handle_send(clock, rows, terms.rate)
+            .handle_send(clock, rows, terms.rate, terms.marks.wait_for_all())
             .map_err(|violation| (ChunkKey { layer, index: 0 }, violation))?;
         *in_flight = true;
-        self.board.note_marks(terms.marks, clock);
+        self.board.note_marks(terms.marks, Clock(clock.0 + layout.lead));
         for (chunk, range) in chunks {
             let length = layout.encoding.bytes(range.len()) as u32;
-            let bare = Header::bare(Kind::Factors, self.me, length);
+            let bare = Header::bare(Kind::Factors, self.me.node, length);
             let header = Header { chunk, value: terms.rate, marks: terms.marks, clock, ..bare };
             let Some(route) = layout.route(chunk.index) else { continue };
-            let rows = Rows::own(matrices.clone(), self.me, clock, range.clone());
-            for &node in &*fan_out(&mut self.fan_outs, &self.tree, self.me, route) {
+            let rows = Rows::own(matrices.clone(), self.me.node, clock, range.clone());
+            for &node in &*fan_out(&mut self.fan_outs, &self.tree, self.me.node, route) {
                 let payload = to_send(&rows);
                 self.unsent[layer.index()] += 1;
                 send(node, about(header, payload, layer));
@@ -281,7 +281,9 @@ impl PlanState {
                 self.handle_landed(chunk);
             }
             Arriving::Rows(worker, rows) => {
-                self.board.note_marks(marks, clock);
+                // Everybody hears of a mark at one clock: when it is certain that its factors have come.
+                let heard = Clock(clock.0 + rows.matrices.layout.lead);
+                self.board.note_marks(marks, heard);
                 if let Some(gathering) = &self.gathers[chunk.layer.index()]
                     && let Some(route) = gathering.matrices.layout.route(chunk.index)
                 {
@@ -300,10 +302,10 @@ impl PlanState {
     /// What came with `header` goes on to the nodes that have it from this one. The layer stays in
     /// flight until links have taken it.
     fn pass_on(&mut self, header: Header, route: Route, payload: Payload) {
-        let to = fan_out(&mut self.fan_outs, &self.tree, self.me, route);
+        let to = fan_out(&mut self.fan_outs, &self.tree, self.me.node, route);
         self.unsent[header.chunk.layer.index()] += to.len();
         if !to.is_empty() {
-            let header = Header { sender: self.me, ..header };
+            let header = Header { sender: self.me.node, ..header };
             self.passing.push(Passing { header, to, payload });
         }
     }
@@ -329,7 +331,9 @@ impl PlanState {
     /// Gives `send` what has become complete: sums for the node above, results for those who have
     /// contributed. And what others have from this node.
     pub(crate) fn poll_completed(&mut self, mut send: impl FnMut(NodeId, Message)) {
-        while let Some(Completed { key, clock, way, marks, result }) = self.completed.pop() {
+        while let Some(Completed { key, clock, way, marks, result }) =
+            self.completed.pop().or_else(|| self.store.poll_answer())
+        {
             let layer = key.layer.index();
             let lent = self.lent(key);
             let length = match (&result, &lent) {
@@ -340,16 +344,17 @@ impl PlanState {
             };
             let (kind, value) = match way {
                 Way::Up { kind, rate } => (kind, rate),
-                Way::Down => (Kind::Update, 0.0),
+                Way::Down | Way::To(_) => (Kind::Update, 0.0),
             };
-            let bare = Header::bare(kind, self.me, length as u32);
+            let bare = Header::bare(kind, self.me.node, length as u32);
             let header = Header { chunk: key, clock, value, marks, ..bare };
             let up = self.syncers[layer].part(key.index).map(|part| part.up);
             let to = match way {
                 Way::Up { .. } => up.as_slice(),
                 Way::Down => self.store.contributors(key),
+                Way::To(ref worker) => std::slice::from_ref(worker),
             };
-            for &node in to.iter().filter(|node| **node != self.me) {
+            for &node in to.iter().filter(|node| **node != self.me.node) {
                 let message = match (&result, &lent) {
                     (Outcome::Held(values), _) => {
                         let urgency = urgency(kind, key.layer);
@@ -367,7 +372,8 @@ impl PlanState {
                 send(node, message);
             }
             // On a dedicated server no layer is ever in flight.
-            if let Some(lent) = lent.filter(|_| way == Way::Down) {
+            let to_me = way == Way::Down || way == Way::To(self.me.node);
+            if let Some(lent) = lent.filter(|_| to_me) {
                 self.board.note_marks(marks, clock);
                 lent.land(&result);
                 self.handle_landed(key);
@@ -428,7 +434,8 @@ impl PlanState {
         let rows = self.gathers.iter().flatten().flat_map(move |gathering| {
             let layout = &gathering.matrices.layout;
             gathering.gather.missing().map(move |(chunk, worker)| {
-                let from = layout.route(chunk.index).and_then(|r| self.tree.parent(self.me, r));
+                let from =
+                    layout.route(chunk.index).and_then(|r| self.tree.parent(self.me.node, r));
                 Awaited { chunk, from: from.unwrap_or(worker), of: worker }
             })
         });
@@ -446,7 +453,7 @@ impl PlanState {
     /// another worker's contribution was first.
     fn lend(&mut self, chunk: ChunkKey, now: Duration) -> Result<bool, Violation> {
         let Some(mut lent) = self.lent(chunk) else { return Ok(true) };
-        let header = contribution(self.me, chunk, &lent.range, &lent.exchange);
+        let header = contribution(self.me.node, chunk, &lent.range, &lent.exchange);
         let Some(loan) = self.store.handle_loan(&header, now)? else { return Ok(false) };
         self.completed.extend(self.store.handle_contributed(loan, Some(lent.sum())));
         Ok(true)
@@ -454,7 +461,7 @@ impl PlanState {
 
     fn contribute_own(&mut self, chunk: ChunkKey, now: Duration) -> Result<(), Violation> {
         let Some(lent) = self.lent(chunk) else { return Ok(()) };
-        let header = contribution(self.me, chunk, &lent.range, &lent.exchange);
+        let header = contribution(self.me.node, chunk, &lent.range, &lent.exchange);
         let mut sum = self.store.handle_push(&header, now)?;
         if header.length > 0 {
             self.store.handle_piece(&mut sum, lent.gradient(), None);
@@ -485,7 +492,11 @@ impl PlanState {
     /// this worker's own any more.
     fn finish_if_gathered(&mut self, layer: LayerId) {
         let Some(gathering) = &mut self.gathers[layer.index()] else { return };
-        let done = gathering.gather.is_gathered() && self.unsent[layer.index()] == 0;
+        let Gathering { gather, matrices, .. } = gathering;
+        if let Some(lane) = matrices.layout.lanes().find(|lane| *lane == self.me.lane) {
+            matrices.note_gathered(lane, gather.gathered());
+        }
+        let done = gather.is_gathered() && self.unsent[layer.index()] == 0;
         if done && std::mem::take(&mut gathering.in_flight) {
             self.board.finish_part(layer);
         }

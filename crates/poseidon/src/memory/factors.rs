@@ -1,17 +1,18 @@
 //! Where the factors of a layer meet.
 //!
-//! There is a matrix for each of two clocks, used in turn ([`poseidon_core::factors`] says why two
-//! are enough). The session writes this worker's own rows before it sends them. The lanes write
+//! There are several matrices, used in turn by clocks ([`poseidon_core::factors`] says why two are
+//! enough where workers are at one clock). The session writes this worker's own rows before it sends them. The lanes write
 //! other workers' rows as they come. The session reads the whole matrix when all rows are there.
 //! The clock decides who may touch which rows, and the lanes check it before they take a byte.
 
 use crate::Buffer;
 use crate::memory::region::Region;
 use poseidon_core::encoding::{Block, Encoding};
-use poseidon_core::factors::{Layout, place};
-use poseidon_core::{Clock, LayerId, NodeId};
+use poseidon_core::factors::Layout;
+use poseidon_core::{Clock, LaneId, LayerId, NodeId};
 use std::ops::Range;
 use std::ptr::NonNull;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// One worker's factors of one layer and one step: a row per sample.
@@ -58,18 +59,20 @@ impl<'a> From<HalfFactors<'a>> for FactorBytes<'a> {
 /// A worker, and all rows of its last chunk, which is too long for its block of the matrix.
 type Chunk = (NodeId, Block);
 
-/// The two matrices of one layer. The session and the lanes share them for the life of the node.
+/// The matrices of one layer. The session and the lanes share them for the life of the node.
 #[derive(Debug)]
 pub(crate) struct FactorMatrices {
     pub(crate) layer: LayerId,
     pub(crate) layout: Layout,
-    places: [Buffer; 2],
+    places: Vec<Buffer>,
     /// By place: last chunks that are too long. Locked only by a thread that has such a chunk, and
     /// once a step.
-    long: [Mutex<Vec<Chunk>>; 2],
+    long: Vec<Mutex<Vec<Chunk>>>,
+    /// By lane: the last clock of which, and of all before it, everybody's rows are here.
+    gathered: Vec<AtomicU64>,
 }
 
-/// Some rows of one of the two matrices, or a last chunk that is too long for it, as the lane they
+/// Some rows of one of the matrices, or a last chunk that is too long for it, as the lane they
 /// belong to uses them.
 ///
 /// Whoever makes `Rows` promises that `range` is a chunk of the calling lane, at a clock whose
@@ -85,8 +88,23 @@ pub(crate) struct Rows {
 
 impl FactorMatrices {
     pub(crate) fn new(layer: LayerId, layout: Layout) -> Self {
-        let places = [(); 2].map(|()| zeroed(layout.encoding, layout.len()));
-        Self { layer, layout, places, long: Default::default() }
+        let count = layout.places();
+        let places = (0..count).map(|_| zeroed(layout.encoding, layout.len())).collect();
+        let long = (0..count).map(|_| Mutex::default()).collect();
+        let lanes = layout.lanes().map(|lane| lane.index() + 1).max().unwrap_or(0);
+        let gathered = (0..lanes).map(|_| AtomicU64::new(0)).collect();
+        Self { layer, layout, places, long, gathered }
+    }
+
+    /// `lane` has everybody's rows up to `clock`.
+    pub(crate) fn note_gathered(&self, lane: LaneId, clock: Clock) {
+        self.gathered[lane.index()].store(clock.0, Ordering::Release);
+    }
+
+    /// The last clock of which, and of all before it, all lanes have everybody's rows.
+    pub(crate) fn gathered(&self) -> Clock {
+        let by_lane = self.layout.lanes().map(|lane| &self.gathered[lane.index()]);
+        Clock(by_lane.map(|clock| clock.load(Ordering::Acquire)).min().unwrap_or(u64::MAX))
     }
 
     /// The rows of `parts` together, or why they cannot be this layer's.
@@ -126,7 +144,8 @@ impl FactorMatrices {
         let (m, n, encoding) = (self.layout.m, self.layout.n, self.layout.encoding);
         // SAFETY: the lanes touch a worker's own block only between its sending and the end of the
         // exchange, and the last exchange that used this place is over.
-        let block = unsafe { self.places[place(clock)].chunk_mut(self.layout.block(me)) };
+        let block =
+            unsafe { self.places[self.layout.place(clock)].chunk_mut(self.layout.block(me)) };
         let rows = || {
             parts.iter().flat_map(|FactorBytes { u, v, width }| {
                 u.chunks_exact(m * width).zip(v.chunks_exact(n * width))
@@ -150,7 +169,7 @@ impl FactorMatrices {
             let bytes = chunk.bytes_mut().expect("a new block is nobody else's");
             let room = bytes.chunks_exact_mut(self.layout.row_bytes());
             last().zip(room).for_each(|(from, row)| write(from, row));
-            self.keep(place(clock), me, chunk);
+            self.keep(self.layout.place(clock), me, chunk);
         }
     }
 
@@ -160,7 +179,8 @@ impl FactorMatrices {
     /// As for [`write_own`](Self::write_own): whoever writes there does so before `clock` is sent.
     pub(crate) unsafe fn own_block(&self, me: NodeId, clock: Clock) -> NonNull<u8> {
         // SAFETY: the caller's promise.
-        let block = unsafe { self.places[place(clock)].chunk_mut(self.layout.block(me)) };
+        let block =
+            unsafe { self.places[self.layout.place(clock)].chunk_mut(self.layout.block(me)) };
         NonNull::from(block).cast()
     }
 
@@ -170,19 +190,23 @@ impl FactorMatrices {
     /// As for [`own_block`](Self::own_block), and no copy to the block is under way.
     pub(crate) unsafe fn blank_own(&self, me: NodeId, clock: Clock, rows: usize) {
         // SAFETY: the caller's promise.
-        let block = unsafe { self.places[place(clock)].chunk_mut(self.layout.block(me)) };
+        let block =
+            unsafe { self.places[self.layout.place(clock)].chunk_mut(self.layout.block(me)) };
         block[rows * self.layout.row_bytes()..].fill(0);
     }
 
     /// Where everybody's rows of `clock` are, and how many bytes they have.
     pub(crate) fn memory(&self, clock: Clock) -> (NonNull<u8>, usize) {
         // Lanes may be writing there: an address, and no slice.
-        (self.places[place(clock)].start(), self.layout.encoding.bytes(self.layout.len()))
+        (
+            self.places[self.layout.place(clock)].start(),
+            self.layout.encoding.bytes(self.layout.len()),
+        )
     }
 
-    /// The memory of both matrices, to be pinned.
+    /// The memory of all matrices, to be pinned.
     pub(crate) fn memories(&self) -> impl Iterator<Item = (NonNull<u8>, usize)> + '_ {
-        [Clock(0), Clock(1)].into_iter().map(|clock| self.memory(clock))
+        (0..self.places.len() as u64).map(|place| self.memory(Clock(place)))
     }
 
     fn keep(&self, place: usize, worker: NodeId, chunk: Block) {
@@ -195,7 +219,7 @@ impl FactorMatrices {
 
     /// Takes out the rows of `clock` that have no place in the matrix, in the order of workers.
     fn take_rows_beyond(&self, clock: Clock) -> Vec<Block> {
-        let mut long = std::mem::take(&mut *self.long(place(clock)));
+        let mut long = std::mem::take(&mut *self.long(self.layout.place(clock)));
         long.sort_by_key(|(worker, _)| *worker);
         long.into_iter().map(|(_, chunk)| chunk).collect()
     }
@@ -216,17 +240,17 @@ impl FactorMatrices {
     /// Everybody's rows of `clock`, as `f32`s: in the matrix itself, or decoded into `scratch`.
     ///
     /// # Safety
-    /// All of them have come and this worker's own have been sent, the next clock has not been sent
-    /// yet, and nobody else holds this slice.
+    /// All of them have come and this worker's own have been sent, the clock that uses this matrix next
+    /// has not been sent yet, and nobody else holds this slice.
     pub(crate) unsafe fn rows<'a>(
         &'a self,
         clock: Clock,
         scratch: &'a mut Vec<f32>,
     ) -> &'a mut [f32] {
         let (encoding, len) = (self.layout.encoding, self.layout.len());
-        // SAFETY: the caller's promise; the lanes write to this place again only after the next
-        // clock has been sent.
-        let matrix = unsafe { self.places[place(clock)].chunk_mut(0..len) };
+        // SAFETY: the caller's promise; the lanes write to this place again only after a later clock
+        // has been sent.
+        let matrix = unsafe { self.places[self.layout.place(clock)].chunk_mut(0..len) };
         let beyond = self.take_rows_beyond(clock);
         if encoding == Encoding::F32 && beyond.is_empty() {
             return bytemuck::cast_slice_mut(matrix);
@@ -261,7 +285,7 @@ impl Rows {
         clock: Clock,
         range: Range<usize>,
     ) -> Self {
-        let place = place(clock);
+        let place = matrices.layout.place(clock);
         let is_long = matrices.layout.placed(me, &range) != range;
         let own = |(worker, chunk): &Chunk| (*worker == me).then(|| chunk.clone());
         let apart = is_long.then(|| matrices.long(place).iter().find_map(own)).flatten();

@@ -7,7 +7,7 @@ use crate::job::config::{Config, LinkRate, Member};
 use crate::job::line::JobState;
 use crate::job::open::Channel;
 use crate::{ChunkSize, Coordinator, Error, Optimizer, Placement, Policy};
-use poseidon_core::{ChannelId, Checkpoints, JobId, NodeId};
+use poseidon_core::{ChannelId, Checkpoints, Consistency, JobId, NodeId};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -34,6 +34,7 @@ impl Group {
             chunk: ChunkSize::default(),
             placement: Placement::Balanced,
             deterministic: false,
+            consistency: Consistency::Bsp,
             scheme: Policy::Auto,
             batch: None,
             checkpoints: Checkpoints::default(),

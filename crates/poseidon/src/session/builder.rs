@@ -5,7 +5,7 @@ use crate::job::config::{Config, Member};
 use crate::node::Node;
 use crate::{Error, Session};
 use poseidon_core::plan::Placement;
-use poseidon_core::{ChannelId, Checkpoints, ChunkSize, Layer, Optimizer, Policy};
+use poseidon_core::{ChannelId, Checkpoints, ChunkSize, Consistency, Layer, Optimizer, Policy};
 
 /// Describes a job and starts it.
 #[derive(Clone, Debug)]
@@ -26,6 +26,7 @@ impl Session {
             chunk: ChunkSize::default(),
             placement: Placement::default(),
             deterministic: false,
+            consistency: Consistency::Bsp,
             scheme: Policy::default(),
             batch: None,
             checkpoints: Checkpoints::default(),
@@ -75,6 +76,14 @@ impl Builder {
     /// Adds contributions in rank order: runs are then bit-identical to their repetition.
     pub fn deterministic(mut self, deterministic: bool) -> Self {
         self.job.deterministic = deterministic;
+        self
+    }
+
+    /// How far apart the clocks of workers may be. Default: all workers take every step together.
+    /// Otherwise the shards must keep the parameters, and the last step must be
+    /// [taken together](Session::step_together).
+    pub fn consistency(mut self, consistency: Consistency) -> Self {
+        self.job.consistency = consistency;
         self
     }
 

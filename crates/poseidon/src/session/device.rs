@@ -367,11 +367,15 @@ impl Session {
         self.check_encoding(layer, into, matrices.layout.encoding)?;
         self.check_landed(layer, state)?;
         let terms = self.check_step(layer, state)?;
+        let refuse = |why: &str| {
+            let layer = self.name(layer);
+            Err(Error::Config(format!("layer '{layer}' is rebuilt by the program: {why}")))
+        };
+        if matrices.layout.lead > 0 {
+            return refuse("on a device that needs 'bsp'");
+        }
         if terms.marks.contains(Marks::KEEP) {
-            return Err(Error::Config(format!(
-                "layer '{}' is rebuilt by the program, on a device: the program has to save it",
-                self.name(layer)
-            )));
+            return refuse("the program has to save it");
         }
         self.parts.board.failure().map_or(Ok(()), Err)?;
         Ok((matrices.clone(), state.clock.next(), terms))

@@ -57,7 +57,8 @@ impl Session {
         self.parts.board.failure().map_or(Ok(()), Err)?;
         let clock = state.clock.next();
         matrices.write_own(self.node.me, clock, parts);
-        state.in_flight = Some(InFlight::Factors { clock, terms, values, rebuilt: None });
+        state.untaken.push_back((clock, terms));
+        state.in_flight = Some(InFlight::Factors { clock, values, rebuilt: None });
         self.parts.dispatch_factors(matrices, clock, rows, terms);
         Ok(())
     }

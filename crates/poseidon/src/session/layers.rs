@@ -11,6 +11,7 @@ use crate::session::rebuild::{Rebuilder, Rule};
 use crate::{Error, LayerId};
 use poseidon_core::wire::{Marks, Terms};
 use poseidon_core::{Clock, NodeId, Optimizer};
+use std::collections::VecDeque;
 use std::ops::Range;
 use std::sync::mpsc::{self, Receiver, Sender};
 use std::sync::{Arc, Mutex, MutexGuard};
@@ -44,6 +45,8 @@ pub(crate) struct LayerState {
     pub(crate) rebuilder: Rebuilder,
     /// If the layer is on a device: what it passes through.
     pub(crate) stage: Option<Stage>,
+    /// If the layer goes by factors: clocks that were sent and whose steps are not taken, in order.
+    pub(crate) untaken: VecDeque<(Clock, Terms)>,
     /// Everybody's factors as `f32`s, if they travel as something else. Kept for the next step.
     decoded: Vec<f32>,
 }
@@ -54,7 +57,7 @@ pub(crate) enum InFlight {
     /// Chunks, through the shards.
     Chunks(Arc<Exchange>),
     /// Factors, from worker to worker; `values` waits for what they become.
-    Factors { clock: Clock, terms: Terms, values: Buffer, rebuilt: Option<Range<Instant>> },
+    Factors { clock: Clock, values: Buffer, rebuilt: Option<Range<Instant>> },
     /// Factors, which the program rebuilds itself.
     Gathered(Clock),
 }
@@ -109,42 +112,46 @@ impl Layers {
         self.matrices.get(layer.index())?.as_ref()
     }
 
-    /// Turns a layer's factors of clock `at`, which have all come, into what the program gets back.
-    /// Does nothing if that is done already, or if the layer is not in flight by factors at that
-    /// clock.
+    /// Turns a layer's factors into what the program gets back: those of all clocks that have come
+    /// whole, one clock after the other. Does nothing if that is done already, or if the layer is not in
+    /// flight by factors at clock `at`.
     pub(crate) fn rebuild(&self, layer: LayerId, at: Clock, state: &mut LayerState) {
-        let Some(InFlight::Factors { clock, terms, values, rebuilt: rebuilt @ None }) =
+        let Some(InFlight::Factors { values, rebuilt: rebuilt @ None, .. }) =
             state.in_flight.as_mut().filter(|sent| sent.clock() == at)
         else {
             return;
         };
         let matrices = self.matrices(layer).expect("only a layer with matrices is sent by factors");
-        let rule = Rule {
-            optimizer: &self.rules[layer.index()],
-            rate: terms.rate,
-            clock: Clock(clock.0 + state.steps_before),
-            threads: self.threads,
-            tiles: self.tiles,
-        };
-        let begun = Instant::now();
-        // SAFETY: the lanes have reported everybody's rows of this clock, and touch them again only
-        // after the next clock has been sent; the layer's state, which is locked, is in between.
-        let rows = unsafe { matrices.rows(*clock, &mut state.decoded) };
-        state.rebuilder.apply(rows, &matrices.layout, &rule, values);
-        if terms.marks.contains(Marks::KEEP) {
-            // Every worker has the whole layer. Each keeps a share of it.
-            let range = share(values.len(), self.me, matrices.layout.workers);
-            let part = |vector: &[f32]| vector[range.clone()].into();
-            let piece = KeptPiece {
-                layer,
-                clock: *clock,
-                steps: rule.clock.0,
-                parameters: part(values),
-                vectors: state.rebuilder.state.iter().map(|vector| part(vector)).collect(),
-                range,
+        let (begun, gathered) = (Instant::now(), matrices.gathered());
+        let due = |(clock, _): &mut (Clock, Terms)| *clock <= gathered;
+        while let Some((clock, terms)) = state.untaken.pop_front_if(due) {
+            let rule = Rule {
+                optimizer: &self.rules[layer.index()],
+                rate: terms.rate,
+                clock: Clock(clock.0 + state.steps_before),
+                threads: self.threads,
+                tiles: self.tiles,
             };
-            // A program that has stopped writing its checkpoint needs it no more.
-            let _ = self.keeper.send(piece);
+            // SAFETY: the lanes have reported everybody's rows of this clock, and touch them again
+            // only after a clock has been sent that this step comes before; the layer's state, which
+            // is locked, is in between.
+            let rows = unsafe { matrices.rows(clock, &mut state.decoded) };
+            state.rebuilder.apply(rows, &matrices.layout, &rule, values);
+            if terms.marks.contains(Marks::KEEP) {
+                // Every worker has the whole layer. Each keeps a share of it.
+                let range = share(values.len(), self.me, matrices.layout.workers);
+                let part = |vector: &[f32]| vector[range.clone()].into();
+                let piece = KeptPiece {
+                    layer,
+                    clock,
+                    steps: rule.clock.0,
+                    parameters: part(values),
+                    vectors: state.rebuilder.state.iter().map(|vector| part(vector)).collect(),
+                    range,
+                };
+                // A program that has stopped writing its checkpoint needs it no more.
+                let _ = self.keeper.send(piece);
+            }
         }
         *rebuilt = Some(begun..Instant::now());
     }

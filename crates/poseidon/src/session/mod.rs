@@ -289,7 +289,16 @@ impl Session {
     pub fn say_goodbye(&self) -> Result<(), Error> {
         self.parts.board.failure().map_or(Ok(()), Err)?;
         for layer in self.layers.ids() {
-            self.check_landed(layer, &*self.state(layer)?)?;
+            let state = self.state(layer)?;
+            self.check_landed(layer, &state)?;
+            if !self.is_together(state.clock) {
+                let (consistency, layer) = (self.parts.plan.consistency(), self.name(layer));
+                let clock = state.clock;
+                return Err(Error::Config(format!(
+                    "with '{consistency}' workers may lack what others have contributed: call \
+                     step_together before the last step, which was clock {clock} of layer '{layer}'"
+                )));
+            }
         }
         self.parts.command_all(|| Command::Finish);
         Ok(())

@@ -36,6 +36,11 @@ impl Session {
         parameters: impl Fn(LayerId) -> &'a [f32],
     ) -> Result<(), Error> {
         self.check_no_dedicated_server()?;
+        let consistency = self.parts.plan.consistency();
+        if !consistency.is_bsp() || rules.consistency != consistency {
+            let why = format!("a plan with '{consistency}' cannot be replaced: it needs 'bsp'");
+            return Err(Error::Config(why));
+        }
         for layer in self.layers.ids() {
             self.check_landed(layer, &*self.state(layer)?)?;
         }

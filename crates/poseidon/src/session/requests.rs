@@ -1,4 +1,5 @@
-//! What this worker asks of a step, beside its gradients: to keep its state, to stop soon.
+//! What this worker asks of a step, beside its gradients: to keep its state, to wait for everybody, to
+//! stop soon.
 
 use crate::{Error, Session};
 use poseidon_core::Clock;
@@ -11,6 +12,8 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 pub(super) struct Requests {
     /// The clock whose state is kept. 0, which no step has, if there is none.
     keep: AtomicU64,
+    /// The clock at which this worker waits for all. 0 if there is none.
+    together: AtomicU64,
     stop: AtomicBool,
 }
 
@@ -21,6 +24,9 @@ impl Requests {
         if self.keep.load(Ordering::Relaxed) == clock.0 {
             marks |= Marks::KEEP;
         }
+        if self.together.load(Ordering::Relaxed) == clock.0 {
+            marks |= Marks::TOGETHER;
+        }
         if self.stop.load(Ordering::Relaxed) {
             marks |= Marks::STOP;
         }
@@ -29,6 +35,25 @@ impl Requests {
 }
 
 impl Session {
+    /// Takes the next step together with all workers, where their clocks
+    /// [may be apart](crate::Builder::consistency): every layer comes back when all have contributed to
+    /// it, and all workers get the same parameters. Every worker calls it before the same step. Without
+    /// it a worker may have parameters that lack what others have contributed.
+    pub fn step_together(&self) -> Result<(), Error> {
+        if !self.parts.plan.consistency().is_bsp() {
+            self.requests.together.store(self.next_step()?.0, Ordering::Relaxed);
+        }
+        Ok(())
+    }
+
+    /// Whether all workers have all contributions to the step that this worker took last.
+    pub(super) fn is_together(&self, clock: Clock) -> bool {
+        let last = [&self.requests.together, &self.requests.keep];
+        self.parts.plan.consistency().is_bsp()
+            || clock == Clock(0)
+            || last.iter().any(|asked| asked.load(Ordering::Relaxed) == clock.0)
+    }
+
     /// Asks all workers to stop soon. It travels with the next contributions of this worker. Every
     /// worker then hears of it at the same clock: [`stop_asked`](Session::stop_asked).
     pub fn ask_to_stop(&self) {
@@ -51,7 +76,7 @@ impl Session {
             let first = *next.get_or_insert((layer, sent));
             if first.1 != sent {
                 return Err(Error::Config(format!(
-                    "a checkpoint is made between two steps, but layer '{}' is at clock {} and layer \
+                    "this is for the time between two steps, but layer '{}' is at clock {} and layer \
                      '{}' at clock {sent}",
                     self.name(first.0),
                     first.1,

@@ -6,8 +6,8 @@ pub(crate) mod fake;
 use poseidon::config::{Carriers, Config, Member, credentials};
 use poseidon::session::Builder;
 use poseidon::{
-    ChunkSize, Clock, Coordinator, Error, Job, Layer, Optimizer, Placement, Policy, Reduction,
-    Secret, Servers, Session, serve,
+    ChunkSize, Clock, Consistency, Coordinator, Error, Job, Layer, Optimizer, Placement, Policy,
+    Reduction, Secret, Servers, Session, serve,
 };
 use std::net::{IpAddr, Ipv4Addr};
 use std::ops::Range;
@@ -40,6 +40,7 @@ pub(crate) fn job() -> Job {
         chunk: ChunkSize::at_most(256),
         placement: Placement::Balanced,
         deterministic: false,
+        consistency: Consistency::Bsp,
         scheme: Policy::Auto,
         batch: None,
         checkpoints: poseidon::Checkpoints::default(),

@@ -55,7 +55,7 @@ fn report(bytes: u64) -> Report {
         "images_per_second": 10_006.0, "step_seconds": {"median": 0.1, "p10": 0.1, "p90": 0.1},
         "final_loss": null, "test_accuracy": 0.981,
         "overlap_hidden_fraction": 0.83, "parameter_digest": "00ff", "scheme": "hybrid",
-        "overlap": "on", "seed": 1, "deterministic": false, "version": "0.1.0", "command": "",
+        "overlap": "on", "sync": "bsp", "seed": 1, "deterministic": false, "version": "0.1.0", "command": "",
         "layers": [{
             "name": "fc1", "kind": "fc", "parameters": 10, "scheme": "ps", "reason": "",
             "bytes_sent_per_step": bytes,

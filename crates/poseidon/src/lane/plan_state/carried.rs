@@ -42,7 +42,7 @@ impl PlanState {
     /// do not fit one of this shard's chunks.
     pub(crate) fn restore_rule(&mut self, layer: LayerId, rule: &RuleState) -> bool {
         let parts = self.syncers[layer.index()].parts().iter();
-        parts.filter(|part| part.server() == self.me).all(|part| {
+        parts.filter(|part| part.server() == self.me.node).all(|part| {
             let vectors: Vec<_> = rule.vectors.iter().map(|v| &v[part.range.clone()]).collect();
             let masters = rule.masters.get(part.range.clone()).filter(|_| !rule.masters.is_empty());
             self.store.restore_rule(part.key, rule.steps, &vectors, masters)
