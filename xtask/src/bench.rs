@@ -13,6 +13,7 @@ mod measurement;
 mod plot;
 mod ratio;
 mod record;
+mod resume;
 mod scale;
 mod size;
 mod summary;
@@ -60,6 +61,8 @@ pub(crate) enum Bench {
     Hosts(Box<hosts::Args>),
     /// Exchanges over rate-limited links beside Gloo, one network namespace per node; needs root
     Links(Box<links::Args>),
+    /// Whether training goes on bit by bit after a kill, and what a checkpoint costs; parts need root
+    Resume(resume::Args),
     /// Training with PyTorch, beside stock DistributedDataParallel on Gloo; parts of it need root
     Torch(torch::Args),
     /// Exactness, convergence, overhead and speed of `poseidon train`; parts of it need root
@@ -77,6 +80,7 @@ pub(crate) fn run(bench: &Bench) -> Result<()> {
         Bench::Gpu(args) => gpu::run(args),
         Bench::Hosts(args) => hosts::run(args),
         Bench::Links(args) => links::run(args),
+        Bench::Resume(args) => resume::run(args),
         Bench::Torch(args) => torch::run(args),
         Bench::Train(args) => train::run(args),
         Bench::Scale(args) => scale::run(args),
