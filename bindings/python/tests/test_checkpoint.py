@@ -64,12 +64,12 @@ def digest(model, stepper):
     return content.hexdigest()
 
 
+# Any two settings meet in one of these.
 KINDS = [
     ("worker", "ps", "SGD", torch.float32),
     ("worker", "auto", "AdamW", torch.bfloat16),
+    ("server", "ps", "AdamW", torch.bfloat16),
     ("server", "auto", "SGD", torch.bfloat16),
-    ("server", "ps", "AdamW", torch.float32),
-    ("worker", "ps", "AdamW", torch.bfloat16),
     ("server", "auto", "AdamW", torch.float32),
 ]
 
@@ -144,7 +144,7 @@ def test_a_run_that_was_killed_ends_with_the_bits_of_one_that_was_not(saved):
 
 def test_any_number_of_workers_loads_it(saved):
     for workers in (1, 3):
-        run(resumed, workers, folder=str(saved), kinds=KINDS[:4], until=102)
+        run(resumed, workers, folder=str(saved), kinds=KINDS[:4], until=101)
 
 
 @pytest.fixture(scope="module")
