@@ -9,7 +9,7 @@ const PACKAGE: &str = "bindings/python";
 /// A virtual environment of its own.
 const ENV: &str = "bindings/python/.env";
 /// What has to be importable before the package is built.
-const NEEDS: &str = "import expecttest, maturin, mypy, numpy, pytest, torch";
+const NEEDS: &str = "import expecttest, maturin, mypy, numpy, pytest, safetensors, torch";
 
 /// Builds the package into its own environment, checks its types and runs its tests, the examples among them, and
 /// PyTorch's own tests of `torch.distributed` against the backend.

@@ -46,6 +46,13 @@ create_exception!(
     "Workers have wrapped models, or made optimizers, that are not the same."
 );
 
+create_exception!(
+    poseidon,
+    CheckpointError,
+    PyRuntimeError,
+    "A checkpoint was not written, found, read or accepted; the job goes on."
+);
+
 pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     let py = module.py();
     module.add("PoseidonError", py.get_type::<PoseidonError>())?;
@@ -56,6 +63,7 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("TimeoutError", py.get_type::<TimeoutError>())?;
     module.add("AbortedError", py.get_type::<AbortedError>())?;
     module.add("ModelMismatchError", py.get_type::<ModelMismatchError>())?;
+    module.add("CheckpointError", py.get_type::<CheckpointError>())?;
     module.add("ProtocolError", py.get_type::<ProtocolError>())
 }
 

@@ -5,6 +5,7 @@
 //! Python files.
 
 mod apart;
+mod checkpoint;
 mod device;
 mod errors;
 mod group;
@@ -65,6 +66,7 @@ impl Memory {
 
 /// What memory may be taken for: types of which any bits are a value.
 trait Element {}
+impl Element for u8 {}
 impl Element for f32 {}
 impl Element for u16 {}
 
@@ -576,5 +578,6 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(checksum, module)?)?;
     module.add_function(wrap_pyfunction!(device::copy_speed, module)?)?;
     group::register(module)?;
+    checkpoint::register(module)?;
     errors::register(module)
 }

@@ -125,19 +125,20 @@ def resume(psd, folder, optimizer):
 
     model, stepper = begin(0, psd, update="server")
     train(model, stepper, data[:3], rank, 4)
-    psd.save(f"{folder}/groups", model, stepper)
+    psd.save(f"{folder}/{optimizer}", model, stepper, step=3)
     train(model, stepper, data[3:], rank, 4)
     expected = values(model)
     other, other_stepper = begin(1, psd, update="server")
-    psd.load(f"{folder}/groups", other, other_stepper)
+    psd.load(f"{folder}/{optimizer}", other, other_stepper)
     train(other, other_stepper, data[3:], rank, 4)
     stock, stock_stepper = begin(2, torch.optim)
-    psd.load(f"{folder}/groups", stock, stock_stepper)
+    psd.load(f"{folder}/{optimizer}", stock, stock_stepper)
+    states = copy.deepcopy((stock.module.state_dict(), stock_stepper.state_dict()))
     train(stock, stock_stepper, data[3:], rank, 4)
-    # And back: what torch's optimizer has saved goes on here.
+    # And back: what torch's optimizer has goes on here.
     back, back_stepper = begin(3, psd, update="server")
-    back.module.load_state_dict(torch.load(f"{folder}/groups", weights_only=True)["model"])
-    back_stepper.load_state_dict(torch.load(f"{folder}/groups", weights_only=True)["optimizer"])
+    back.module.load_state_dict(states[0])
+    back_stepper.load_state_dict(states[1])
     train(back, back_stepper, data[3:], rank, 4)
     for ours, again, theirs, returned in zip(expected, values(other), values(stock), values(back)):
         assert torch.equal(ours, again) and torch.equal(ours, returned)

@@ -264,7 +264,7 @@ def loads_a_model_alone(folder):
         stepper = psd.SGD(model.parameters(), lr=0.1, momentum=0.9)
         for step in range(4):
             if loads and step == 2:
-                psd.save(f"{folder}/model", model)
+                psd.save(f"{folder}/model", model, step=step)
                 psd.load(f"{folder}/model", model)
             model(torch.ones(4, 8)).square().mean().backward()
             stepper.step()

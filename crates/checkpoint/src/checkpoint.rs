@@ -5,9 +5,10 @@ mod export;
 use crate::error::{Difference, Error, Flaw, Result};
 use crate::manifest::{LayerFacts, Manifest};
 use crate::part::{Located, read_header};
-use crate::piece::What;
+use crate::piece::{What, width};
 use crate::place::{has_manifest, manifest_name, part_name, steps};
 use crate::storage::Storage;
+use safetensors::Dtype;
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::ops::Range;
 use std::sync::Arc;
@@ -135,13 +136,25 @@ impl Checkpoint {
         pieces.into_iter().flat_map(|pieces| pieces.keys().cloned()).collect()
     }
 
-    /// Reads elements `range` of a layer. Only pieces that have some of them are read, and what is
-    /// read is checked.
+    /// Reads elements `range` of a layer, which are `F32`. Only pieces that have some of them are
+    /// read, and what is read is checked.
     pub fn read(&self, layer: &str, what: &What, range: Range<usize>) -> Result<Vec<f32>> {
-        let refuse = |expected: String, found: String| {
-            let flaw = Flaw::new(what.to_string(), expected, found);
-            flaw.of_layer(self.storage.describe(), &manifest_name(self.manifest.step), layer)
-        };
+        let (dtype, bytes) = self.read_bytes(layer, what, range)?;
+        if dtype != Dtype::F32 {
+            return Err(self.refuse(layer, what, "numbers of type F32", dtype));
+        }
+        let number = |bytes: &[u8; 4]| f32::from_le_bytes(*bytes);
+        Ok(bytes.as_chunks().0.iter().map(number).collect())
+    }
+
+    /// Reads elements `range` of a layer, whatever their type is. No elements are `F32`.
+    pub fn read_bytes(
+        &self,
+        layer: &str,
+        what: &What,
+        range: Range<usize>,
+    ) -> Result<(Dtype, Vec<u8>)> {
+        let refuse = |expected: String, found: String| self.refuse(layer, what, expected, found);
         let Some(&position) = self.positions.get(layer) else {
             return Err(refuse("a layer of the checkpoint".into(), "no such layer".into()));
         };
@@ -151,26 +164,39 @@ impl Checkpoint {
         }
         let pieces = self.pieces[position].get(what).map_or(&[][..], |pieces| pieces);
         let first = pieces.partition_point(|piece| piece.range.end <= range.start);
-        // The elements are in files of this size, so there is a reason to have room for them.
-        let mut values: Vec<f32> = Vec::new();
+        let dtype = pieces.first().map_or(Dtype::F32, |piece| piece.dtype);
+        // Opening has shown that they have whole bytes.
+        let width = width(dtype).unwrap_or(1);
+        let (mut values, mut done) = (Vec::new(), 0);
         for piece in &pieces[first..] {
-            if values.len() == range.len() || piece.range.start > range.start + values.len() {
+            if done == range.len() || piece.range.start > range.start + done {
                 break;
             }
             let bytes = piece.read(&*self.storage, self.manifest.step)?;
             let from = range.start.max(piece.range.start) - piece.range.start;
             let to = range.end.min(piece.range.end) - piece.range.start;
-            values.reserve(if values.is_empty() { range.len() } else { 0 });
-            values.extend(bytes[from * 4..to * 4].chunks_exact(4).map(|number| {
-                // The length is the one that was asked for.
-                f32::from_le_bytes([number[0], number[1], number[2], number[3]])
-            }));
+            // The elements are in files of this size, so there is a reason to have room for them.
+            values.reserve(if done == 0 { range.len() * width } else { 0 });
+            values.extend_from_slice(&bytes[from * width..to * width]);
+            done += to - from;
         }
-        if values.len() < range.len() {
-            let found = format!("none of element {}", range.start + values.len());
+        if done < range.len() {
+            let found = format!("none of element {}", range.start + done);
             return Err(refuse(format!("elements {range:?}"), found));
         }
-        Ok(values)
+        Ok((dtype, values))
+    }
+
+    /// The error for numbers that the checkpoint does not have.
+    fn refuse(
+        &self,
+        layer: &str,
+        what: &What,
+        expected: impl ToString,
+        found: impl ToString,
+    ) -> Error {
+        let flaw = Flaw::new(what.to_string(), expected, found);
+        flaw.of_layer(self.storage.describe(), &manifest_name(self.manifest.step), layer)
     }
 
     /// Reads everything and checks it. Tells `progress` how many bytes are read, and of how many.
@@ -226,6 +252,7 @@ fn check_coverage(
     pieces: &mut BTreeMap<What, Vec<Located>>,
 ) -> Result<(), (Option<u32>, Flaw)> {
     for (what, pieces) in &mut *pieces {
+        let dtype = pieces[0].dtype;
         let flaw = |expected: String, piece: &Located| {
             Err((
                 Some(piece.part),
@@ -240,6 +267,11 @@ fn check_coverage(
             }
             What::Other(_) => false,
         };
+        if let Some(other) = pieces.iter().find(|piece| piece.dtype != dtype) {
+            let found = format!("{} in {:?}", other.dtype, other.range);
+            let expected = format!("numbers of one type, {dtype}");
+            return Err((Some(other.part), Flaw::new(what.to_string(), expected, found)));
+        }
         pieces.sort_by_key(|piece| piece.range.start);
         let mut end = 0;
         for piece in &*pieces {

@@ -45,7 +45,7 @@ pub enum Error {
     },
     /// A part or a manifest for a step that has a complete checkpoint.
     #[error(
-        "step {step} has a complete checkpoint in {place} ({file}): it must be discarded before it is written again"
+        "step {step} has a complete checkpoint in {place} ({file}): save elsewhere, or delete the folder before the step is written again"
     )]
     Complete {
         /// Where it is.
@@ -70,7 +70,9 @@ pub enum Error {
         known: u64,
     },
     /// A file that the manifest names is not there.
-    #[error("{file} of {place} is missing: the manifest says that it has {bytes} bytes")]
+    #[error(
+        "{file} of {place} is missing: the manifest says that it has {bytes} bytes; all nodes must write to one place"
+    )]
     MissingPart {
         /// Where it should be.
         place: String,

@@ -3,7 +3,7 @@
 use crate::checkpoint::Checkpoint;
 use crate::error::{Error, Result};
 use crate::manifest::Manifest;
-use crate::part::wrong_size;
+use crate::part::{check_size, wrong_size};
 use crate::place::{
     MANIFEST, failure, has_manifest, manifest_name, part_file, part_name, step_folder, steps,
 };
@@ -13,12 +13,17 @@ use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
 /// Writes the manifest. All parts are written, and the checkpoint exists when this has returned.
+///
+/// A part that cannot be seen from here is an error: its node writes to another place.
 pub fn commit(storage: &dyn Storage, manifest: &Manifest) -> Result<()> {
     let (step, file) = (manifest.step, manifest_name(manifest.step));
     if has_manifest(storage, step)? {
         return Err(Error::Complete { place: storage.describe(), file, step });
     }
     let bytes = manifest.encode(storage)?;
+    for facts in &manifest.parts {
+        check_size(storage, step, facts)?;
+    }
     storage.put(&file, &[&bytes]).map_err(|cause| failure(storage, "write", &file, cause))
 }
 

@@ -34,6 +34,7 @@
 //!     steps: 200,
 //!     vectors: 0,
 //!     tensors: Vec::new(),
+//!     private: false,
 //! };
 //! commit(
 //!     &*storage,
@@ -74,8 +75,9 @@ pub use error::{Difference, Error, Flaw, Result};
 pub use keep::{Keep, State, Summary, commit, discard, list, prune};
 pub use manifest::{LayerFacts, Manifest, PartFacts, TensorFacts};
 pub use part::write_part;
-pub use piece::{Piece, What};
+pub use piece::{Numbers, Piece, Typed, What};
 pub use place::{has_manifest, open};
+pub use safetensors::Dtype;
 #[cfg(feature = "s3")]
 pub use storage::S3;
 pub use storage::{Directory, Entry, Storage, StorageError};

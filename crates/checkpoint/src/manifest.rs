@@ -46,6 +46,9 @@ pub struct LayerFacts {
     /// How the flat layer is cut into tensors, one after the other. If there are none, the layer is
     /// one tensor of its own name.
     pub tensors: Vec<TensorFacts>,
+    /// Whether it is the program's own and no layer of the model. An export leaves it out.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub private: bool,
 }
 
 /// One tensor of a layer.

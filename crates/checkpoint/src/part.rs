@@ -2,12 +2,13 @@
 
 use crate::error::{Error, Flaw, Result};
 use crate::manifest::{MOST_HEADER_BYTES, PartFacts, hex};
-use crate::piece::{Piece, What, key, parse_key};
+use crate::piece::{Numbers, Piece, What, key, parse_key, width};
 use crate::place::{failure, has_manifest, manifest_name, part_name};
 use crate::storage::{Storage, StorageError};
 use safetensors::Dtype;
 use safetensors::tensor::{Metadata, TensorInfo};
 use serde::Serialize;
+use std::cmp::Reverse;
 use std::collections::BTreeMap;
 use std::ops::Range;
 use xxhash_rust::xxh3::xxh3_64;
@@ -19,7 +20,7 @@ use xxhash_rust::xxh3::xxh3_64;
 /// it. A piece without numbers is left out.
 ///
 /// [`Checkpoint::open`]: crate::Checkpoint::open
-pub fn write_part<V: AsRef<[f32]>>(
+pub fn write_part<V: Numbers>(
     storage: &dyn Storage,
     step: u64,
     part: u32,
@@ -45,7 +46,7 @@ pub fn write_part<V: AsRef<[f32]>>(
 }
 
 /// The bytes before the numbers, and the numbers.
-fn header<V: AsRef<[f32]>>(
+fn header<V: Numbers>(
     step: u64,
     part: u32,
     pieces: &[Piece<V>],
@@ -58,23 +59,28 @@ fn header<V: AsRef<[f32]>>(
     ]);
     let mut slices: Vec<&[u8]> = Vec::new();
     let mut offset = 0;
+    let mut pieces: Vec<&Piece<V>> = pieces.iter().collect();
+    // Wide numbers first, so that all of them are aligned in the file.
+    pieces.sort_by_key(|piece| Reverse(piece.values.dtype().bitsize()));
     for piece in pieces {
-        let values = piece.values.as_ref();
-        if values.is_empty() {
+        let (dtype, bytes) = (piece.values.dtype(), piece.values.bytes());
+        if bytes.is_empty() {
             continue;
         }
         let of_layer = |what: &str| format!("{what} of layer '{}'", piece.layer);
-        let Some(end) = piece.start.checked_add(values.len()) else {
+        let whole = width(dtype).filter(|width| bytes.len().is_multiple_of(*width));
+        let Some(width) = whole else {
+            let found = format!("{} bytes of {dtype}", bytes.len());
+            return Err(Flaw::new(of_layer("the numbers"), "whole ones", found));
+        };
+        let len = bytes.len() / width;
+        let Some(end) = piece.start.checked_add(len) else {
             return Err(Flaw::new(of_layer("the elements"), "a range", piece.start));
         };
         let name = key(&piece.layer, &piece.what, &(piece.start..end));
-        let bytes: &[u8] = bytemuck::cast_slice(values);
         checksums.insert(name.clone(), hex(xxh3_64(bytes)));
-        let info = TensorInfo {
-            dtype: Dtype::F32,
-            shape: vec![values.len()],
-            data_offsets: (offset, offset + bytes.len()),
-        };
+        let info =
+            TensorInfo { dtype, shape: vec![len], data_offsets: (offset, offset + bytes.len()) };
         if entries.insert(name.clone(), HeaderEntry::Tensor(info)).is_some() {
             return Err(Flaw::new(of_layer("a piece"), format!("{name} once"), "it twice"));
         }
@@ -116,6 +122,7 @@ pub(crate) struct Located {
     pub(crate) what: What,
     /// Elements of the layer.
     pub(crate) range: Range<usize>,
+    pub(crate) dtype: Dtype,
     /// The number of the part.
     pub(crate) part: u32,
     /// Bytes of the part's file.
@@ -144,17 +151,9 @@ pub(crate) fn read_header(
     step: u64,
     facts: &PartFacts,
 ) -> Result<Vec<Located>> {
+    check_size(storage, step, facts)?;
     let file = part_name(step, facts.part);
-    let size = match storage.size(&file) {
-        Err(StorageError::Missing) => {
-            return Err(Error::MissingPart { place: storage.describe(), file, bytes: facts.bytes });
-        }
-        size => size.map_err(|cause| failure(storage, "read", &file, cause))?,
-    };
     let damaged = |flaw: Flaw| flaw.damaged(storage.describe(), &file);
-    if size != facts.bytes {
-        return Err(damaged(wrong_size(facts.bytes, size)));
-    }
     let header = storage.get_range(&file, 0..facts.header_bytes);
     let header = header.map_err(|cause| failure(storage, "read", &file, cause))?;
     let found = hex(xxh3_64(&header));
@@ -163,6 +162,19 @@ pub(crate) fn read_header(
         return Err(damaged(Flaw::new(what, &facts.header_checksum, found)));
     }
     pieces_of(&header, facts).map_err(damaged)
+}
+
+/// Checks that a part is there, with the size that the manifest says.
+pub(crate) fn check_size(storage: &dyn Storage, step: u64, facts: &PartFacts) -> Result<()> {
+    let file = part_name(step, facts.part);
+    match storage.size(&file) {
+        Ok(size) if size == facts.bytes => Ok(()),
+        Ok(size) => Err(wrong_size(facts.bytes, size).damaged(storage.describe(), &file)),
+        Err(StorageError::Missing) => {
+            Err(Error::MissingPart { place: storage.describe(), file, bytes: facts.bytes })
+        }
+        Err(cause) => Err(failure(storage, "read", &file, cause)),
+    }
 }
 
 /// A file of another size than the manifest says.
@@ -193,8 +205,8 @@ fn pieces_of(header: &[u8], facts: &PartFacts) -> Result<Vec<Located>, Flaw> {
         let Some(checksum) = checksums.and_then(|checksums| checksums.get(&name)) else {
             return Err(Flaw::new(format!("the checksum of {name}"), "one", "none"));
         };
-        if info.dtype != Dtype::F32 || info.shape != [range.len()] {
-            let expected = format!("F32 [{}]", range.len());
+        if width(info.dtype).is_none() || info.shape != [range.len()] {
+            let expected = format!("[{}] of whole bytes", range.len());
             let found = format!("{:?} {:?}", info.dtype, info.shape);
             return Err(Flaw::new(format!("the shape of {name}"), expected, found));
         }
@@ -202,7 +214,8 @@ fn pieces_of(header: &[u8], facts: &PartFacts) -> Result<Vec<Located>, Flaw> {
         let at = |offset| facts.header_bytes + offset as u64;
         let bytes = at(start)..at(end);
         let (layer, checksum) = (layer.to_owned(), checksum.clone());
-        pieces.push(Located { layer, what, range, part: facts.part, bytes, checksum });
+        let (part, dtype) = (facts.part, info.dtype);
+        pieces.push(Located { layer, what, range, dtype, part, bytes, checksum });
     }
     if pieces.len() != facts.pieces {
         return Err(Flaw::new("the number of its pieces", facts.pieces, pieces.len()));

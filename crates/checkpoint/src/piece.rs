@@ -1,12 +1,13 @@
 //! Numbers of one layer, and how they are named in a file.
 
+use safetensors::Dtype;
 use std::fmt;
 use std::ops::Range;
 use std::str::FromStr;
 
 /// A run of one layer's numbers, as one node has them.
 ///
-/// `V` is anything that lends its numbers: `&[f32]`, `Vec<f32>` or `Arc<[f32]>`.
+/// `V` is anything that lends its numbers: `&[f32]`, `Vec<f32>`, `Arc<[f32]>`, or [`Typed`].
 #[derive(Clone, Debug)]
 pub struct Piece<V> {
     /// The layer's name.
@@ -17,6 +18,49 @@ pub struct Piece<V> {
     pub start: usize,
     /// The numbers.
     pub values: V,
+}
+
+/// Numbers as a file has them.
+pub trait Numbers {
+    /// Their type.
+    fn dtype(&self) -> Dtype;
+    /// Their bytes, little-endian.
+    fn bytes(&self) -> &[u8];
+}
+
+impl<V: AsRef<[f32]>> Numbers for V {
+    fn dtype(&self) -> Dtype {
+        Dtype::F32
+    }
+
+    fn bytes(&self) -> &[u8] {
+        bytemuck::cast_slice(self.as_ref())
+    }
+}
+
+/// Numbers of any type that has whole bytes.
+#[derive(Clone, Copy, Debug)]
+pub struct Typed<'a> {
+    /// Their type.
+    pub dtype: Dtype,
+    /// Their bytes, little-endian.
+    pub bytes: &'a [u8],
+}
+
+impl Numbers for Typed<'_> {
+    fn dtype(&self) -> Dtype {
+        self.dtype
+    }
+
+    fn bytes(&self) -> &[u8] {
+        self.bytes
+    }
+}
+
+/// Bytes of one number. `None` for types that share bytes.
+pub(crate) fn width(dtype: Dtype) -> Option<usize> {
+    let bits = dtype.bitsize();
+    bits.is_multiple_of(8).then_some(bits / 8)
 }
 
 /// What a piece's numbers are. There is one number for each element of the layer.

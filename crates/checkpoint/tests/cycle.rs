@@ -3,8 +3,8 @@
 mod trial;
 
 use poseidon_checkpoint::{
-    Checkpoint, Directory, Error, Keep, Piece, State, Storage, What, commit, discard, list, open,
-    prune, write_part,
+    Checkpoint, Directory, Dtype, Error, Keep, LayerFacts, Manifest, Piece, State, Storage,
+    TensorFacts, Typed, What, commit, discard, list, open, prune, write_part,
 };
 use std::fs;
 use std::sync::Arc;
@@ -184,6 +184,106 @@ fn an_export_is_a_plain_safetensors_file() {
     assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 1, "no temporary file is left");
 }
 
+/// A layer of one tensor.
+fn typed(name: &str, shape: &[usize], private: bool) -> LayerFacts {
+    LayerFacts {
+        name: name.into(),
+        len: shape.iter().product(),
+        rule: "none".into(),
+        steps: 0,
+        vectors: 0,
+        tensors: vec![TensorFacts { name: name.into(), shape: shape.into() }],
+        private,
+    }
+}
+
+/// Three bytes come before wider numbers, which would not be aligned in this order.
+fn of_several_types(storage: &dyn Storage) {
+    let piece = |layer: &str, start, dtype, bytes| {
+        let values = Typed { dtype, bytes };
+        Piece { layer: layer.into(), what: What::Parameters, start, values }
+    };
+    let pieces = [
+        piece("flags", 0, Dtype::BOOL, &[1, 0, 1]),
+        piece("own", 0, Dtype::U8, b"notes"),
+        piece("count", 0, Dtype::I64, &[7, 0, 0, 0, 0, 0, 0, 1]),
+        piece("half", 1, Dtype::BF16, &[0x80, 0x3f]),
+        piece("half", 0, Dtype::BF16, &[0x81, 0x3f]),
+    ];
+    let part = write_part(storage, 200, 0, &pieces).unwrap();
+    let layers = vec![
+        typed("flags", &[3], false),
+        typed("own", &[5], true),
+        typed("count", &[], false),
+        typed("half", &[1, 2], false),
+        typed("nothing", &[0, 4], false),
+    ];
+    commit(storage, &Manifest { layers, ..manifest(200, vec![part]) }).unwrap();
+}
+
+#[test]
+fn numbers_of_every_type_come_back_as_they_were() {
+    let (memory, storage) = memory();
+    of_several_types(&*storage);
+    let part = memory.object("step-000000000200/part-00000.safetensors");
+    safetensors::SafeTensors::deserialize(&part).unwrap();
+    let checkpoint = Checkpoint::open(&storage, 200).unwrap();
+    checkpoint.verify(&mut |_, _| {}).unwrap();
+    let read = |layer: &str, range| checkpoint.read_bytes(layer, &What::Parameters, range).unwrap();
+    assert_eq!(read("flags", 1..3), (Dtype::BOOL, vec![0, 1]));
+    assert_eq!(read("count", 0..1), (Dtype::I64, vec![7, 0, 0, 0, 0, 0, 0, 1]));
+    assert_eq!(read("half", 0..2), (Dtype::BF16, vec![0x81, 0x3f, 0x80, 0x3f]));
+    assert_eq!(read("half", 1..2), (Dtype::BF16, vec![0x80, 0x3f]));
+    assert_eq!(read("nothing", 0..0), (Dtype::F32, Vec::new()));
+    let words = checkpoint.read("half", &What::Parameters, 0..2).unwrap_err().to_string();
+    assert!(words.contains("'half'") && words.contains("type F32, found BF16"), "{words}");
+}
+
+#[test]
+fn an_export_has_the_models_own_types_and_nothing_private() {
+    let (_, storage) = memory();
+    of_several_types(&*storage);
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("model.safetensors");
+    Checkpoint::open(&storage, 200).unwrap().export(&path, &mut |_, _| {}).unwrap();
+    let bytes = fs::read(&path).unwrap();
+    let file = safetensors::SafeTensors::deserialize(&bytes).unwrap();
+    for (name, dtype, shape, data) in [
+        ("flags", Dtype::BOOL, &[3][..], &[1, 0, 1][..]),
+        ("count", Dtype::I64, &[], &[7, 0, 0, 0, 0, 0, 0, 1]),
+        ("half", Dtype::BF16, &[1, 2], &[0x81, 0x3f, 0x80, 0x3f]),
+        ("nothing", Dtype::F32, &[0, 4], &[]),
+    ] {
+        let tensor = file.tensor(name).unwrap();
+        assert_eq!((tensor.dtype(), tensor.shape(), tensor.data()), (dtype, shape, data));
+        let offset = tensor.data().as_ptr().addr() - bytes.as_ptr().addr();
+        assert_eq!(offset % (dtype.bitsize() / 8), 0, "{name} is not aligned");
+    }
+    assert_eq!(file.len(), 4);
+}
+
+#[test]
+fn one_thing_of_a_layer_has_one_type() {
+    let (_, storage) = memory();
+    let piece = |start, dtype, bytes: &'static [u8]| Piece {
+        layer: "half".into(),
+        what: What::Parameters,
+        start,
+        values: Typed { dtype, bytes },
+    };
+    let pieces = [piece(0, Dtype::BF16, &[0; 2]), piece(1, Dtype::F16, &[0; 2])];
+    let part = write_part(&*storage, 200, 0, &pieces).unwrap();
+    let layers = vec![typed("half", &[2], false)];
+    commit(&*storage, &Manifest { layers, ..manifest(200, vec![part]) }).unwrap();
+    let words = Checkpoint::open(&storage, 200).unwrap_err().to_string();
+    assert!(words.contains("'half'") && words.contains("numbers of one type"), "{words}");
+    for (dtype, bytes) in [(Dtype::BF16, &[0_u8; 3][..]), (Dtype::F4, &[0; 2])] {
+        let piece = Piece { values: Typed { dtype, bytes }, ..piece(0, dtype, &[]) };
+        let words = write_part(&*storage, 300, 0, &[piece]).unwrap_err().to_string();
+        assert!(words.contains("expected whole ones"), "{words}");
+    }
+}
+
 #[test]
 fn an_export_replaces_nothing_but_files() {
     let (_, storage) = memory();
@@ -216,6 +316,17 @@ fn a_complete_checkpoint_is_not_written_again() {
     assert_eq!(latest(&storage), None);
     write(&*storage, 200, 3).unwrap();
     assert_eq!(latest(&storage), Some(200));
+}
+
+#[test]
+fn a_part_that_was_written_elsewhere_makes_no_checkpoint() {
+    let ((_, storage), (_, elsewhere)) = (memory(), memory());
+    let here = write_part(&*storage, 200, 0, &pieces(200, 0, 2)).unwrap();
+    let there = write_part(&*elsewhere, 200, 1, &pieces(200, 1, 2)).unwrap();
+    let error = commit(&*storage, &manifest(200, vec![here, there])).unwrap_err();
+    let words = error.to_string();
+    assert!(words.contains("step-000000000200/part-00001.safetensors of memory"), "{words}");
+    assert_eq!(latest(&storage), None);
 }
 
 #[test]
@@ -308,7 +419,7 @@ fn nonsense_is_not_written() {
     let past = write_part(&*storage, 1, 0, &[piece(usize::MAX, &[1.0])]).unwrap_err();
     assert!(past.to_string().contains("layer 'conv'"), "{past}");
 
-    let refused = |change: &dyn Fn(&mut poseidon_checkpoint::Manifest)| {
+    let refused = |change: &dyn Fn(&mut Manifest)| {
         let mut manifest = manifest(1, Vec::new());
         change(&mut manifest);
         commit(&*storage, &manifest).unwrap_err().to_string()

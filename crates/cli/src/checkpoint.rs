@@ -68,8 +68,8 @@ enum Command {
     },
     /// Write the parameters of a checkpoint to one safetensors file, which any framework reads.
     ///
-    /// Tensors have the names and shapes of the model, and are float32. What the update rules
-    /// remember is left out. The file gets its name when it is complete; an older file is replaced.
+    /// Tensors have the names, shapes and types of the model. What the update rules remember is left
+    /// out. The file gets its name when it is complete; an older file is replaced.
     Export {
         #[command(flatten)]
         place: Place,
@@ -128,7 +128,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<ExitCode> {
             let mut bar = Progress::new("exporting");
             checkpoint.export(&file, &mut |done, total| bar.show(done, total)).map_err(in_words)?;
             let layers = &checkpoint.manifest().layers;
-            let tensors = layers.iter().map(|layer| layer.named_tensors().len() as u64).sum();
+            let tensors = model(layers).map(|layer| layer.named_tensors().len() as u64).sum();
             format!(
                 "{}: {} of step {}, {} parameters\n",
                 file.display(),
@@ -236,7 +236,7 @@ fn inspect_text(checkpoint: &Checkpoint, place: &str) -> anyhow::Result<String> 
     let row = |layer: &LayerFacts| {
         [
             printable(&layer.name),
-            units::count(layer.len as u64),
+            if layer.private { String::new() } else { units::count(layer.len as u64) },
             layer.named_tensors().len().to_string(),
             printable(&layer.rule),
             layer.steps.to_string(),
@@ -276,8 +276,13 @@ fn verified_text(checkpoint: &Checkpoint, place: &str) -> String {
     )
 }
 
+/// The layers without those that are the program's own.
+fn model(layers: &[LayerFacts]) -> impl Iterator<Item = &LayerFacts> {
+    layers.iter().filter(|layer| !layer.private)
+}
+
 fn parameters(layers: &[LayerFacts]) -> u64 {
-    layers.iter().map(|layer| layer.len as u64).fold(0, u64::saturating_add)
+    model(layers).map(|layer| layer.len as u64).fold(0, u64::saturating_add)
 }
 
 fn time(time: SystemTime) -> String {

@@ -37,6 +37,7 @@ fn write(place: &Path, step: u64, layer: &str) {
         steps: step,
         vectors: 1,
         tensors: vec![tensor("fc.weight", &[2, 2]), tensor("fc.bias", &[2])],
+        private: false,
     };
     let manifest = Manifest {
         step,

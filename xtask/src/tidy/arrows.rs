@@ -21,7 +21,7 @@ const ARROWS: &[(&str, &[&str])] = &[
         ],
     ),
     ("poseidon-nn", &["poseidon-core", "poseidon-matrix", "poseidon"]),
-    ("poseidon-python", &["poseidon-core", "poseidon"]),
+    ("poseidon-python", &["poseidon-core", "poseidon-checkpoint", "poseidon"]),
     ("poseidon-sim", &["poseidon-core"]),
     (
         "poseidon-cli",

@@ -9,6 +9,7 @@ from poseidon._budget import set_bandwidth_budget
 
 __all__ = [
     "AbortedError",
+    "CheckpointError",
     "ConfigError",
     "ConnectionError",
     "LostError",
@@ -26,6 +27,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from poseidon._native import (
         AbortedError,
+        CheckpointError,
         ConfigError,
         ConnectionError,
         LostError,

@@ -24,6 +24,7 @@ pub(crate) fn layers() -> Vec<LayerFacts> {
         steps: 200,
         vectors: 1,
         tensors: vec![tensor("conv.weight", &[2, 4]), tensor("conv.bias", &[2])],
+        private: false,
     };
     let fc = LayerFacts {
         name: "fc".into(),
@@ -32,6 +33,7 @@ pub(crate) fn layers() -> Vec<LayerFacts> {
         steps: 200,
         vectors: 2,
         tensors: Vec::new(),
+        private: false,
     };
     vec![conv, fc]
 }

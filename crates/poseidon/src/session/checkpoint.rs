@@ -224,6 +224,7 @@ impl Work {
                 steps: self.step,
                 vectors: rule.state_vectors(),
                 tensors: tensors.get(position).cloned().unwrap_or_default(),
+                private: false,
             }
         });
         let storage = &self.writer.storage;

@@ -31,6 +31,7 @@ class Job:
     models = 0
     sessions = 0
     barriers = 0
+    checkpoints = 0
 
     @classmethod
     def is_here(cls) -> bool:
