@@ -5,7 +5,8 @@ mod trial;
 use rustix::process::Signal;
 use trial::{SMALL, Trial, kill};
 
-const TASK: &str = "--model small.toml --batch 6 --workers 3 --test end";
+/// The learning rate is low: with momentum, gradients of older parameters lead further astray.
+const TASK: &str = "--model small.toml --batch 6 --workers 3 --test end --lr 0.001";
 
 fn trial() -> Trial {
     let trial = Trial::new();
@@ -20,7 +21,7 @@ fn workers_that_were_apart_end_alike_and_have_learnt() {
         "--sync ssp:0",
         "--sync ssp:1 --optimizer sgd",
         "--sync ssp:3 --scheme sfb",
-        "--sync ssp:2 --scheme ps --servers 2 --optimizer adam --lr 0.001",
+        "--sync ssp:2 --scheme ps --servers 2 --optimizer adam",
         "--sync asp --optimizer sgd --threads-per-worker 2",
         "--sync asp --overlap none",
     ] {
