@@ -249,8 +249,8 @@ def same_as_stock(habits, scheme, update="worker", rounds=2, kind=torch.float32,
             # Matrix products of a GPU add in an order that depends on how many rows there are.
             near = dict(rtol=1e-5, atol=1e-7) if device == "cpu" else dict(rtol=1e-4, atol=1e-6)
             if update == "worker":
-                torch.testing.assert_close(p.grad, q.grad, msg=f"gradient, {words}", **near)
-            torch.testing.assert_close(p, q, msg=words, **near)
+                torch.testing.assert_close(p.grad, q.grad, msg=lambda why: f"gradient, {words}: {why}", **near)
+            torch.testing.assert_close(p, q, msg=lambda why: f"{words}: {why}", **near)
         schemes[name] = [row[2] for row in models[1].sessions_plan()] if models[1]._session is not None else []
     torch.distributed.destroy_process_group()
     psd.shutdown()
