@@ -29,7 +29,7 @@ pub fn simulate(setup: &Setup) -> Result<Outcome, Error> {
         .map(|node| engine.fabric.bytes(node))
         .map(|[sent, received]| (sent / steps, received / steps))
         .unzip();
-    let tree = engine.facts.plan.tree();
+    let tree = &engine.facts.places;
     let mut ports = vec![Carried::default(); tree.workers_by_host().len()];
     for node in setup.cluster.node_ids() {
         let [sent, received] = engine.fabric.network_bytes(node.index());
@@ -71,6 +71,7 @@ pub fn simulate(setup: &Setup) -> Result<Outcome, Error> {
         applied: since(seen.applied),
         awaited: seen.awaited,
     };
+    let events = engine.calendar.events;
     Ok(Outcome {
         iteration_seconds: measured.median,
         compute_seconds,
@@ -84,10 +85,11 @@ pub fn simulate(setup: &Setup) -> Result<Outcome, Error> {
         copies: links.copies,
         drops: engine.fabric.drops(),
         timeline: engine.timeline.iter().map(relative).collect(),
+        steps: engine.workers.into_iter().map(|worker| worker.steps).collect(),
         bottleneck,
         reason,
         halt,
-        events: engine.calendar.events,
+        events,
     })
 }
 

@@ -35,6 +35,8 @@ pub struct Outcome {
     pub drops: Drops,
     /// By layer: what happened to it on worker 0 in the last step.
     pub timeline: Vec<LayerTimeline>,
+    /// By worker and step: when it computed. Workers of a job that is not bulk synchronous are apart.
+    pub steps: Vec<Vec<StepTimes>>,
     /// What a faster cluster would need first. Of a job that stopped it says nothing.
     pub bottleneck: Bottleneck,
     /// Why it is that, for people.
@@ -105,6 +107,15 @@ pub struct LayerTimeline {
     pub applied: f64,
     /// How long the worker waited for it, rebuilding not counted.
     pub awaited: f64,
+}
+
+/// When a worker computed a step, in seconds since the beginning.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+pub struct StepTimes {
+    /// The first layer's forward pass began: the parameters that it needs were there.
+    pub started: f64,
+    /// The last gradient was there, the first layer's. `None` if the job stopped before.
+    pub computed: Option<f64>,
 }
 
 /// A gradient that was rebuilt from factors, until the result was complete.
