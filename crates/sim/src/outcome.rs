@@ -14,8 +14,11 @@ pub struct Outcome {
     /// The share of their time in which workers do not compute: they wait for the network, for copies,
     /// or for a gradient that is rebuilt beside them, or rebuild one themselves.
     pub stall_fraction: f64,
-    /// Samples per second over those of one worker alone: by the mean step, which is longer than the
-    /// median where few steps are very long.
+    /// Steps per second of all workers together: of each by its mean step, which is longer than the
+    /// median where few steps are very long. Where workers may be apart, one that is ahead at the end
+    /// counts as if it could go on like that, so such jobs need many steps.
+    pub steps_per_second: f64,
+    /// Samples per second over those of one worker alone, by the same steps.
     pub speedup: f64,
     /// By node: bytes to nodes of any host in one step, headers included.
     pub bytes_sent: Vec<u64>,
