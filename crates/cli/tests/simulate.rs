@@ -87,8 +87,8 @@ fn workers_that_may_be_apart_wait_less_for_each_other() {
     assert!(rates.is_sorted_by(|few, many| few * 1.02 < *many), "{rates:?}");
 }
 
-/// Where nobody waits for anybody, one slow worker costs its own steps only: 3 workers of 10 steps per
-/// second and one of 1, less what exchanging takes.
+/// Where nobody waits for anybody, one slow worker costs its own steps only: 3 workers of 10 steps
+/// per second and one of 1, less what exchanging takes.
 #[test]
 fn a_slow_worker_holds_up_only_those_who_wait_for_it() {
     let rate = |sync: &str| {

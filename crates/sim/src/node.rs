@@ -28,8 +28,8 @@ pub(crate) struct JobFacts<'a> {
     pub(crate) flat: Option<Flat>,
     /// By host: its nodes. `None` if every node has a host of its own.
     pub(crate) hosts: Option<Vec<Peers>>,
-    /// Which hosts nodes are on. The plan has a tree of its own, which knows of no hosts where workers
-    /// may be at different clocks: nobody collects for others then.
+    /// Which hosts nodes are on. The plan has a tree of its own, which knows of no hosts where
+    /// workers may be at different clocks: nobody collects for others then.
     pub(crate) places: Tree,
 }
 

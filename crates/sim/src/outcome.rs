@@ -15,8 +15,8 @@ pub struct Outcome {
     /// or for a gradient that is rebuilt beside them, or rebuild one themselves.
     pub stall_fraction: f64,
     /// Steps per second of all workers together: of each by its mean step, which is longer than the
-    /// median where few steps are very long. Where workers may be apart, one that is ahead at the end
-    /// counts as if it could go on like that, so such jobs need many steps.
+    /// median where few steps are very long. Where workers may be apart, one that is ahead at the
+    /// end counts as if it could go on like that, so such jobs need many steps.
     pub steps_per_second: f64,
     /// Samples per second over those of one worker alone, by the same steps.
     pub speedup: f64,
@@ -38,7 +38,7 @@ pub struct Outcome {
     pub drops: Drops,
     /// By layer: what happened to it on worker 0 in the last step.
     pub timeline: Vec<LayerTimeline>,
-    /// By worker and step: when it computed. Workers of a job that is not bulk synchronous are apart.
+    /// By worker and step: when it computed.
     pub steps: Vec<Vec<StepTimes>>,
     /// What a faster cluster would need first. Of a job that stopped it says nothing.
     pub bottleneck: Bottleneck,

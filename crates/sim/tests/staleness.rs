@@ -11,8 +11,8 @@ use std::time::Duration;
 
 const STEPS: usize = 12;
 
-/// A net whose layers go by server or, those in `by_factors`, by factors. A layer computes for 10 ms.
-/// Its gradient passes a port in about 1 ms, its factors in less.
+/// A net whose layers go by factors where `by_factors` says so, and by server elsewhere. A layer
+/// computes for 10 ms. Its gradient passes a port in about 1 ms, its factors in less.
 fn setup(workers: u16, servers: Servers, by_factors: &[bool]) -> Setup {
     let layer = |(number, by_factors): (usize, &bool)| ModelLayer {
         name: format!("layer{number}"),
@@ -115,11 +115,13 @@ fn shortest_way(setup: &Setup) -> Duration {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 256, failure_persistence: None, ..Default::default() })]
+    #![proptest_config(ProptestConfig {
+        cases: 256, failure_persistence: None, ..Default::default()
+    })]
 
-    /// §3: a worker that reads at iteration t has all updates of all workers up to t - s - 1. They had
-    /// the time to come. And so nobody starts a step more than s steps ahead of anybody, or ends it
-    /// more than s + 1 ahead.
+    /// §3: a worker that reads at iteration t has all updates of all workers up to t - s - 1. They
+    /// had the time to come. And so nobody starts a step more than s steps ahead of anybody, or
+    /// ends it more than s + 1 ahead.
     #[test]
     fn whoever_starts_a_step_has_seen_all_but_the_last_few(
         setup in setups(), consistency in consistencies(),
@@ -183,8 +185,8 @@ proptest! {
     }
 }
 
-/// The bound is reached, for layers by server and by factors: a slow worker is left s steps behind and
-/// no more. So it does not hold by chance.
+/// The bound is reached, for layers by server and by factors: a slow worker is left s steps behind
+/// and no more. So it does not hold by chance.
 #[test]
 fn fast_workers_are_as_far_ahead_as_they_may_be() {
     for by_factors in [false, true] {
@@ -199,8 +201,8 @@ fn fast_workers_are_as_far_ahead_as_they_may_be() {
     }
 }
 
-/// Nobody waits for anybody where a step takes no memory. By factors, a clock takes memory until all
-/// have contributed to it.
+/// Nobody waits for anybody where a step takes no memory. By factors, a clock takes memory until
+/// all have contributed to it.
 #[test]
 fn asynchronous_workers_wait_for_memory_only() {
     for (by_factors, lead) in [(false, 39), (true, usize::from(Consistency::MOST))] {

@@ -70,8 +70,8 @@ pub(crate) struct Args {
     compute: Option<Duration>,
 
     /// How the time of computing varies from step to step: 'none', 'lognormal:SPREAD' (the
-    /// logarithm's standard deviation; the median stays), or 'tail:PROBABILITY:FACTOR', where a step
-    /// now and then takes many times as long.
+    /// logarithm's standard deviation; the median stays), or 'tail:PROBABILITY:FACTOR', where a
+    /// step now and then takes many times as long.
     #[arg(long, value_name = "JITTER", default_value_t, requires = "compute")]
     jitter: Jitter,
 
