@@ -48,6 +48,10 @@ fn nonsense_is_refused() {
         ("--bursts", "--queue"),
         ("--queue 1kb", "expected a size from 2kb"),
         ("--rate 1", "no unit"),
+        ("--sync ssp:17", "'ssp:S' with S from 0 to 16"),
+        ("--slow 1:2", "--compute"),
+        ("--compute 1ms --slow 1", "such as 3:2.5"),
+        ("--compute 1ms --jitter tail:2:3", "tail:PROBABILITY:FACTOR"),
     ] {
         let output = simulate(arguments);
         assert_eq!(output.status.code(), Some(2), "{output:?}");
@@ -66,4 +70,35 @@ fn nodes_of_a_host_share_its_port() {
     let seconds = |answer: &Value| answer["seconds"]["median"].as_f64().unwrap();
     assert!(seconds(&shared) > seconds(&alone) && seconds(&shared) < 1.5 * seconds(&alone));
     assert_eq!((&shared["workers"], &shared["ranks_per_host"]), (&16.into(), &4.into()));
+}
+
+/// Poseidon 2015 §5.2.2: where steps vary, workers that may be apart wait less. The same chance for
+/// all: a seed gives a worker the same steps.
+#[test]
+fn workers_that_may_be_apart_wait_less_for_each_other() {
+    let rate = |sync: &str| {
+        let job = "--nodes 4 --bytes 1MB --iters 200 --compute 100ms --jitter lognormal:0.5";
+        let answer = json(&format!("{job} --sync {sync}"));
+        assert_eq!(answer["sync"], sync);
+        answer["steps_per_second"].as_f64().unwrap()
+    };
+    assert_eq!(rate("bsp"), rate("ssp:0"));
+    let rates = ["bsp", "ssp:1", "ssp:4", "asp"].map(rate);
+    assert!(rates.is_sorted_by(|few, many| few * 1.02 < *many), "{rates:?}");
+}
+
+/// Where nobody waits for anybody, one slow worker costs its own steps only: 3 workers of 10 steps
+/// per second and one of 1, less what exchanging takes.
+#[test]
+fn a_slow_worker_holds_up_only_those_who_wait_for_it() {
+    let rate = |sync: &str| {
+        let job = "--nodes 4 --bytes 64KB --iters 50 --compute 100ms --slow 2:10";
+        json(&format!("{job} --sync {sync}"))["steps_per_second"].as_f64().unwrap()
+    };
+    let (together, apart) = (rate("bsp"), rate("asp"));
+    assert!(together > 3.9 && together <= 4.0, "{together}");
+    assert!(apart > 30.0 && apart <= 31.0, "{apart}");
+    let output = simulate("--nodes 4 --compute 1ms --slow 4:2");
+    let words = String::from_utf8_lossy(&output.stderr);
+    assert!(!output.status.success() && words.contains("there is no node 4"), "{words}");
 }

@@ -121,7 +121,11 @@ fn lanes_dedicated_servers_and_hosts_change_nothing() {
         let consistency = Consistency::Ssp(2);
         for rule in RULES {
             check(Layout { lanes: 2, ..Layout::workers(2) }, consistency, rule);
-            check(Layout { servers: Servers::Dedicated(2), ..Layout::workers(2) }, consistency, rule);
+            check(
+                Layout { servers: Servers::Dedicated(2), ..Layout::workers(2) },
+                consistency,
+                rule,
+            );
             check(Layout::hosts(&[2, 2]), consistency, rule);
         }
     });
@@ -135,7 +139,10 @@ fn what_cannot_mean_anything_is_refused_in_words() {
             ends.into_iter().next().unwrap().unwrap_err().to_string()
         };
         let why = refused(|b| describe(b, Consistency::Ssp(1), "mean"));
-        assert!(why.contains("'counts'") && why.contains("'mean'") && why.contains("ssp:1"), "{why}");
+        assert!(
+            why.contains("'counts'") && why.contains("'mean'") && why.contains("ssp:1"),
+            "{why}"
+        );
         let why = refused(|b| describe(b, Consistency::Asp, "sgd").deterministic(true));
         assert!(why.contains("'asp'") && why.contains("deterministic"), "{why}");
     });

@@ -11,7 +11,7 @@ use crate::rebuild::Sent;
 use crate::setup::Setup;
 use crate::worker::{Next, Program, Worker};
 use poseidon_core::wire::Kind;
-use poseidon_core::{Clock, Cluster, LayerId, LayerKind, NodeId};
+use poseidon_core::{Clock, Cluster, LayerId, LayerKind, NodeId, Tree};
 use std::time::Duration;
 
 /// A simulation under way, and afterwards what is to be measured.
@@ -51,6 +51,7 @@ impl<'a> Engine<'a> {
             copies,
             flat,
             hosts: hosts(&setup.cluster),
+            places: Tree::new(&setup.cluster),
             workers,
             plan,
         };

@@ -16,11 +16,6 @@ pub fn simulate(setup: &Setup) -> Result<Outcome, Error> {
     let halt = engine.run();
     let measured = Steps::of(&engine);
     let compute_seconds = engine.program.compute_seconds();
-    let workers = setup.cluster.workers() as f64;
-    let speedup = match measured.mean > 0.0 {
-        true => workers * compute_seconds / measured.mean,
-        false => 0.0,
-    };
     let steps = match &halt {
         None => setup.iterations as u64,
         Some(_) => engine.workers.iter().map(|worker| worker.step).max().unwrap_or(1).max(1),
@@ -29,7 +24,7 @@ pub fn simulate(setup: &Setup) -> Result<Outcome, Error> {
         .map(|node| engine.fabric.bytes(node))
         .map(|[sent, received]| (sent / steps, received / steps))
         .unzip();
-    let tree = engine.facts.plan.tree();
+    let tree = &engine.facts.places;
     let mut ports = vec![Carried::default(); tree.workers_by_host().len()];
     for node in setup.cluster.node_ids() {
         let [sent, received] = engine.fabric.network_bytes(node.index());
@@ -71,11 +66,13 @@ pub fn simulate(setup: &Setup) -> Result<Outcome, Error> {
         applied: since(seen.applied),
         awaited: seen.awaited,
     };
+    let events = engine.calendar.events;
     Ok(Outcome {
         iteration_seconds: measured.median,
         compute_seconds,
         stall_fraction: measured.stalled(),
-        speedup,
+        steps_per_second: measured.rate,
+        speedup: measured.rate * compute_seconds,
         bytes_sent,
         bytes_received,
         ports: links.ports,
@@ -84,10 +81,11 @@ pub fn simulate(setup: &Setup) -> Result<Outcome, Error> {
         copies: links.copies,
         drops: engine.fabric.drops(),
         timeline: engine.timeline.iter().map(relative).collect(),
+        steps: engine.workers.into_iter().map(|worker| worker.steps).collect(),
         bottleneck,
         reason,
         halt,
-        events: engine.calendar.events,
+        events,
     })
 }
 
@@ -96,6 +94,8 @@ pub fn simulate(setup: &Setup) -> Result<Outcome, Error> {
 struct Steps {
     median: f64,
     mean: f64,
+    /// Of all workers together, in a second.
+    rate: f64,
     /// Of the mean: waiting for the network, and for gradients that are rebuilt or rebuilding them.
     waited: f64,
     rebuilt: f64,
@@ -110,8 +110,9 @@ impl Steps {
             _ => 2..all,
         };
         let mut lengths = Vec::new();
-        let (mut waited, mut rebuilt) = (0.0, 0.0);
+        let (mut rate, mut waited, mut rebuilt) = (0.0, 0.0, 0.0);
         for worker in &engine.workers {
+            let before = lengths.len();
             for step in counted.clone() {
                 if let [start, end, ..] = worker.begun[(step - 1).min(worker.begun.len())..] {
                     lengths.push(Time::since(end, start));
@@ -119,12 +120,15 @@ impl Steps {
                     rebuilt += worker.rebuilt[step];
                 }
             }
+            let own = &lengths[before..];
+            let seconds = own.iter().sum::<f64>();
+            rate += if seconds > 0.0 { own.len() as f64 / seconds } else { 0.0 };
         }
         lengths.sort_by(f64::total_cmp);
         let count = lengths.len().max(1) as f64;
         let median = lengths.get(lengths.len() / 2).copied().unwrap_or(0.0);
         let mean = lengths.iter().sum::<f64>() / count;
-        Self { median, mean, waited: waited / count, rebuilt: rebuilt / count }
+        Self { median, mean, rate, waited: waited / count, rebuilt: rebuilt / count }
     }
 
     fn stalled(&self) -> f64 {

@@ -8,7 +8,7 @@ use poseidon_core::store::{Completed, Outcome, Way};
 use poseidon_core::wire::{Header, Kind};
 use poseidon_core::{
     ChunkKey, Clock, Cluster, Gather, Layer, LayerId, NodeId, Plan, Route, Shard, Store, Syncer,
-    Violation,
+    Tree, Violation,
 };
 use std::ops::Range;
 use std::rc::Rc;
@@ -28,6 +28,9 @@ pub(crate) struct JobFacts<'a> {
     pub(crate) flat: Option<Flat>,
     /// By host: its nodes. `None` if every node has a host of its own.
     pub(crate) hosts: Option<Vec<Peers>>,
+    /// Which hosts nodes are on. The plan has a tree of its own, which knows of no hosts where
+    /// workers may be at different clocks: nobody collects for others then.
+    pub(crate) places: Tree,
 }
 
 /// What a thousand workers share if every contribution goes straight to its server.
@@ -134,7 +137,7 @@ impl JobFacts<'_> {
         mut peers: Peers,
         sink: &mut FrameSink<'_>,
     ) -> u32 {
-        let host = self.hosts.as_ref().map(|hosts| &hosts[self.plan.tree().host(from) as usize]);
+        let host = self.hosts.as_ref().map(|hosts| &hosts[usize::from(self.places.host(from))]);
         let near = host.map(|host| peers.take(host));
         let mut count = 0;
         for peers in [Some(peers), near].into_iter().flatten().filter(|peers| !peers.is_empty()) {

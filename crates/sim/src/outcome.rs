@@ -14,8 +14,11 @@ pub struct Outcome {
     /// The share of their time in which workers do not compute: they wait for the network, for copies,
     /// or for a gradient that is rebuilt beside them, or rebuild one themselves.
     pub stall_fraction: f64,
-    /// Samples per second over those of one worker alone: by the mean step, which is longer than the
-    /// median where few steps are very long.
+    /// Steps per second of all workers together: of each by its mean step, which is longer than the
+    /// median where few steps are very long. Where workers may be apart, one that is ahead at the
+    /// end counts as if it could go on like that, so such jobs need many steps.
+    pub steps_per_second: f64,
+    /// Samples per second over those of one worker alone, by the same steps.
     pub speedup: f64,
     /// By node: bytes to nodes of any host in one step, headers included.
     pub bytes_sent: Vec<u64>,
@@ -35,6 +38,8 @@ pub struct Outcome {
     pub drops: Drops,
     /// By layer: what happened to it on worker 0 in the last step.
     pub timeline: Vec<LayerTimeline>,
+    /// By worker and step: when it computed.
+    pub steps: Vec<Vec<StepTimes>>,
     /// What a faster cluster would need first. Of a job that stopped it says nothing.
     pub bottleneck: Bottleneck,
     /// Why it is that, for people.
@@ -105,6 +110,15 @@ pub struct LayerTimeline {
     pub applied: f64,
     /// How long the worker waited for it, rebuilding not counted.
     pub awaited: f64,
+}
+
+/// When a worker computed a step, in seconds since the beginning.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+pub struct StepTimes {
+    /// The first layer's forward pass began: the parameters that it needs were there.
+    pub started: f64,
+    /// The last gradient was there, the first layer's. `None` if the job stopped before.
+    pub computed: Option<f64>,
 }
 
 /// A gradient that was rebuilt from factors, until the result was complete.

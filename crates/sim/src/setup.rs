@@ -243,6 +243,40 @@ impl Setup {
     }
 }
 
+impl fmt::Display for Jitter {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::None => f.write_str("none"),
+            Self::LogNormal(spread) => write!(f, "lognormal:{spread}"),
+            Self::Tail { probability, factor } => write!(f, "tail:{probability}:{factor}"),
+        }
+    }
+}
+
+impl FromStr for Jitter {
+    type Err = String;
+
+    fn from_str(s: &str) -> Result<Self, String> {
+        let number = |text: &str| text.parse().ok().filter(|n: &f64| n.is_finite() && *n >= 0.0);
+        let parts: Vec<&str> = s.split(':').collect();
+        let jitter = match parts[..] {
+            ["none"] => Some(Self::None),
+            ["lognormal", spread] => number(spread).map(Self::LogNormal),
+            ["tail", probability, factor] => number(probability)
+                .filter(|probability| *probability <= 1.0)
+                .zip(number(factor))
+                .map(|(probability, factor)| Self::Tail { probability, factor }),
+            _ => None,
+        };
+        jitter.ok_or_else(|| {
+            format!(
+                "expected 'none', 'lognormal:SPREAD' or 'tail:PROBABILITY:FACTOR', such as \
+                 lognormal:0.3 or tail:0.05:10, got '{s}'"
+            )
+        })
+    }
+}
+
 impl fmt::Display for SchemeRule {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
@@ -264,6 +298,23 @@ impl FromStr for SchemeRule {
             "sfb" => Ok(Self::Sfb),
             "adam" => Ok(Self::Adam),
             _ => Err(format!("expected 'auto', 'ps', 'sfb' or 'adam', got '{s}'")),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn jitter_as_text_reads_back() {
+        let tail = Jitter::Tail { probability: 0.05, factor: 10.0 };
+        for jitter in [Jitter::None, Jitter::LogNormal(0.3), tail] {
+            assert_eq!(jitter.to_string().parse(), Ok(jitter));
+        }
+        for wrong in ["", "0.3", "lognormal", "lognormal:-1", "lognormal:NaN", "tail:2:3", "tail:1"]
+        {
+            assert!(wrong.parse::<Jitter>().unwrap_err().contains("lognormal:SPREAD"), "{wrong}");
         }
     }
 }

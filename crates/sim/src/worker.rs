@@ -2,6 +2,7 @@
 
 use crate::calendar::Time;
 use crate::copies::CopyEngine;
+use crate::outcome::StepTimes;
 use crate::profile::{CopySpeed, LayerTime};
 use crate::rebuild::{Rebuilder, Sent};
 use crate::setup::{Jitter, Setup, Stragglers};
@@ -28,6 +29,8 @@ pub(crate) struct Worker {
     pub(crate) waiting: Option<(Time, usize)>,
     /// When its steps began; the last is when it was done.
     pub(crate) begun: Vec<Time>,
+    /// By step, those that have begun to compute.
+    pub(crate) steps: Vec<StepTimes>,
     /// By step: seconds it waited for the network, and seconds it waited for its second processor or
     /// rebuilt gradients itself.
     pub(crate) waited: Vec<f64>,
@@ -113,6 +116,7 @@ impl Worker {
             chance,
             waiting: None,
             begun: Vec::with_capacity(program.steps as usize + 1),
+            steps: Vec::with_capacity(program.steps as usize),
             waited: vec![0.0; program.steps as usize + 1],
             rebuilt: vec![0.0; program.steps as usize + 1],
         };
@@ -152,6 +156,9 @@ impl Worker {
                 }
                 At::Await(_) => self.at = At::Backward(layers - 1),
                 At::Forward(layer) => {
+                    if layer == 0 {
+                        self.steps.push(StepTimes { started: now.seconds(), computed: None });
+                    }
                     self.at = At::Forwarded(layer);
                     return Next::Compute(program.times[layer].forward * self.pace);
                 }
@@ -162,6 +169,9 @@ impl Worker {
                 }
                 At::Backwarded(layer) => {
                     self.at = if layer > 0 { At::Backward(layer - 1) } else { At::Flush(layers) };
+                    if let Some(step) = self.steps.last_mut().filter(|_| layer == 0) {
+                        step.computed = Some(now.seconds());
+                    }
                     if program.overlap != Overlap::None && program.synced[layer] {
                         return self.send(program, layer);
                     }

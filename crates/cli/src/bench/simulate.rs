@@ -4,7 +4,7 @@ use crate::bandwidth::Bandwidth;
 use crate::lab::MOST_NODES;
 use crate::plan::{duration, queue};
 use anyhow::ensure;
-use poseidon::{ChunkSize, Cluster, LayerKind, Servers};
+use poseidon::{ChunkSize, Cluster, Consistency, LayerKind, NodeId, Servers};
 use poseidon_sim::outcome::Drops;
 use poseidon_sim::setup::{Jitter, Stragglers};
 use poseidon_sim::{
@@ -65,7 +65,26 @@ pub(crate) struct Args {
     #[arg(long, value_name = "I", default_value_t = 10, value_parser = clap::value_parser!(u32).range(1..))]
     iters: u32,
 
-    /// Where chance begins, where ports have queues.
+    /// How long a worker computes before it sends the model [default: not at all].
+    #[arg(long, value_name = "TIME", value_parser = duration, allow_hyphen_values = true)]
+    compute: Option<Duration>,
+
+    /// How the time of computing varies from step to step: 'none', 'lognormal:SPREAD' (the
+    /// logarithm's standard deviation; the median stays), or 'tail:PROBABILITY:FACTOR', where a
+    /// step now and then takes many times as long.
+    #[arg(long, value_name = "JITTER", default_value_t, requires = "compute")]
+    jitter: Jitter,
+
+    /// A worker that always computes for so many times as long, such as 3:2.5. May be repeated.
+    #[arg(long, value_name = "NODE:FACTOR", value_parser = slow, requires = "compute")]
+    slow: Vec<(NodeId, f64)>,
+
+    /// How far apart the workers may be: 'bsp' (not at all), 'ssp:S' (nobody is more than S steps
+    /// ahead of anybody) or 'asp' (nobody waits for anybody).
+    #[arg(long, value_name = "SYNC", default_value_t)]
+    sync: Consistency,
+
+    /// Where chance begins, where steps vary or ports have queues.
     #[arg(long, value_name = "N", default_value_t = 0)]
     seed: u64,
 
@@ -85,7 +104,13 @@ struct Simulated {
     rate: f64,
     queue: Option<u64>,
     bursts: bool,
+    /// In seconds.
+    compute: f64,
+    jitter: String,
+    sync: Consistency,
     seconds: Seconds,
+    /// Of all workers together.
+    steps_per_second: f64,
     bytes_sent_per_node: u64,
     /// What leaves by the busiest host's port.
     bytes_sent_per_host: u64,
@@ -114,14 +139,16 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
     network.latency += args.delay;
     network.queue = args.queue;
     // Where nothing drops, it does not matter whether nodes keep step.
-    let (backward, jitter) = match args.queue {
-        Some(_) => (START, Jitter::LogNormal(START_SPREAD)),
-        None => (0.0, Jitter::None),
+    let (backward, jitter) = match (args.compute, args.queue) {
+        (Some(compute), _) => (compute.as_secs_f64(), args.jitter),
+        (None, Some(_)) => (START, Jitter::LogNormal(START_SPREAD)),
+        (None, None) => (0.0, Jitter::None),
     };
-    let stragglers = Stragglers { jitter, slow: Vec::new() };
+    let stragglers = Stragglers { jitter, slow: args.slow.clone() };
     let setup = Setup {
         scheme: SchemeRule::Ps,
         overlap: Overlap::Backward,
+        consistency: args.sync,
         chunk: ChunkSize::default(),
         windows: !args.bursts,
         stragglers,
@@ -139,6 +166,10 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
         rate: args.rate.bits(),
         queue: args.queue,
         bursts: args.bursts,
+        compute: args.compute.unwrap_or_default().as_secs_f64(),
+        jitter: args.jitter.to_string(),
+        sync: args.sync,
+        steps_per_second: outcome.steps_per_second,
         seconds: Seconds { median: outcome.iteration_seconds },
         bytes_sent_per_node: outcome.bytes_sent.iter().copied().max().unwrap_or(0),
         bytes_sent_per_host: outcome.ports.iter().map(|port| port.sent).max().unwrap_or(0),
@@ -152,6 +183,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
     println!("workers         {}", args.nodes);
     println!("model           {:.3} MB", args.bytes as f64 / MB);
     println!("time            {:.3} ms median, simulated", outcome.iteration_seconds * 1e3);
+    println!("steps           {:.3} per second, all workers together", outcome.steps_per_second);
     println!("sent per node   {:.3} MB per iteration", simulated.bytes_sent_per_node as f64 / MB);
     println!("sent per host   {:.3} MB per iteration", simulated.bytes_sent_per_host as f64 / MB);
     println!(
@@ -159,6 +191,16 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
         bytes as f64 / MB
     );
     Ok(ExitCode::SUCCESS)
+}
+
+fn slow(text: &str) -> Result<(NodeId, f64), String> {
+    let read = |(node, factor): (&str, &str)| {
+        let factor = factor.parse().ok().filter(|f: &f64| f.is_finite() && *f > 0.0)?;
+        Some((NodeId(node.parse().ok()?), factor))
+    };
+    text.split_once(':').and_then(read).ok_or_else(|| {
+        format!("expected a node and how many times as long it takes, such as 3:2.5, got '{text}'")
+    })
 }
 
 /// As many as 'bench exchange' does.
@@ -176,6 +218,9 @@ Examples:
 
   Four hosts of four nodes each:
     poseidon bench simulate --nodes 16 --ranks-per-host 4 --rate 1gbit --bytes 10MB
+
+  One worker of eight that takes twice as long, and the others up to four steps ahead of it:
+    poseidon bench simulate --nodes 8 --bytes 10MB --compute 100ms --slow 3:2 --sync ssp:4
 
   32 nodes measured, on a machine that has the processors for it:
     poseidon lab -n 32 -r 1gbit --queue 256kb -- poseidon bench exchange --in-cluster --bytes 10MB";

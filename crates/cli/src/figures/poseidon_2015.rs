@@ -1,5 +1,5 @@
-//! Poseidon 2015 (Zhang et al., arXiv:1512.06216): Figures 5 and 7. Figure 8 is about staleness, which
-//! nothing here has yet.
+//! Poseidon 2015 (Zhang et al., arXiv:1512.06216): Figures 5 and 7. Of Figure 8,
+//! about staleness, docs/reproduction.md has a table that 'poseidon bench simulate' makes.
 
 use super::figure::{Direction, Figure, Ideal, Kind, Panel, Point, Series};
 use super::poseidon_2017::{HYBRID, SEQUENTIAL, System, WAIT_FREE, one_layer, shown, speedup};

@@ -275,7 +275,7 @@ pub(crate) fn duration(text: &str) -> Result<Duration, String> {
     };
     let seconds = number.parse::<f64>().map_err(|_| wrong())? * factor;
     if seconds > LONGEST_LATENCY {
-        return Err(format!("no network takes {text}: expected at most {LONGEST_LATENCY} s"));
+        return Err(format!("{text} is too long: expected at most {LONGEST_LATENCY} s"));
     }
     Duration::try_from_secs_f64(seconds).map_err(|_| wrong())
 }
