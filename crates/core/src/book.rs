@@ -173,6 +173,9 @@ pub enum JobError {
         /// The largest chunk, in bytes.
         max: usize,
     },
+    /// Clocks that are open need memory.
+    #[error("'{0}': the largest staleness is {most}", most = Consistency::MOST)]
+    TooStale(Consistency),
     /// Contributions that are added as they come are added in no order.
     #[error("'{0}' is not repeatable: a deterministic job needs 'bsp'")]
     Unordered(Consistency),
@@ -275,6 +278,9 @@ impl Job {
             return Err(JobError::NoBatch);
         }
         let consistency = self.consistency;
+        if consistency.lead() > Consistency::MOST.into() {
+            return Err(JobError::TooStale(consistency));
+        }
         if self.deterministic && !consistency.is_bsp() {
             return Err(JobError::Unordered(consistency));
         }

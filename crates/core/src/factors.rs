@@ -250,7 +250,7 @@ impl Gather {
         let nothing = GatheredClock {
             clock,
             rate: None,
-            arrived: vec![false; self.chunks.len() * self.layout.workers],
+            arrived: vec![true; self.chunks.len() * self.layout.workers],
             missing: 0,
         };
         self.rounds = vec![nothing; self.layout.places()];

@@ -382,6 +382,9 @@ impl Store {
         if clock < next || arriving {
             return Err(Violation::Duplicate(clock));
         }
+        if slot.owes(stream) {
+            return Err(Violation::Unanswered(clock));
+        }
         self.now = now;
         let is_push = header.kind == Kind::Push;
         let as_it_comes = is_push && slot.is_loose(self.consistency) && slot.steps_as_they_come();

@@ -58,6 +58,9 @@ pub enum Violation {
     /// The same contribution or update twice.
     #[error("clock {0} of this chunk came twice from the same node")]
     Duplicate(Clock),
+    /// A worker goes on only after it was answered.
+    #[error("clock {0} came from a worker that still waits for the clock before")]
+    Unanswered(Clock),
     /// Workers must take the same step.
     #[error(
         "learning rate {got}, but the other workers sent {expected}: schedules differ between ranks"

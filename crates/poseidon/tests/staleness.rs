@@ -43,8 +43,24 @@ fn seen(values: &[f32], workers: usize) -> Vec<u64> {
         .collect()
 }
 
+/// What the factors of `rank` at `clock` become. With momentum only equal ones can be told apart from
+/// what they become.
+fn product(clock: u64, rank: u16, varies: bool) -> f32 {
+    if varies { (1 + (clock * 7 + u64::from(rank) * 3) % 5) as f32 } else { 1.0 }
+}
+
+/// The weights after `clocks` clocks.
+fn sum(clocks: u64, workers: u16, varies: bool) -> f32 {
+    let clock = |clock| (0..workers).map(move |rank| product(clock, rank, varies)).sum::<f32>();
+    (1..=clocks).map(clock).sum::<f32>() / f32::from(workers)
+}
+
 /// Trains `STEPS` steps. Workers of a higher rank are slower. Returns what it ends with.
-fn train(session: &Session, consistency: Consistency) -> Result<(Vec<f32>, Vec<f32>), Error> {
+fn train(
+    session: &Session,
+    consistency: Consistency,
+    varies: bool,
+) -> Result<(Vec<f32>, Vec<f32>), Error> {
     let (counts, fc) = (session.layer("counts")?, session.layer("fc")?);
     let (workers, rank) = (session.workers(), session.rank());
     session.broadcast(counts, vec![0.0; LEN].into())?;
@@ -54,8 +70,7 @@ fn train(session: &Session, consistency: Consistency) -> Result<(Vec<f32>, Vec<f
     let mut before = vec![0; workers];
     let gradient: Vec<f32> =
         (0..LEN).map(|i| if i % workers == usize::from(rank) { -1.0 } else { 0.0 }).collect();
-    // The sum of everybody's products counts steps as well: -1 in all weights, for each.
-    let (u, v) = (vec![-1.0; M], vec![1.0; N]);
+    let v = vec![1.0; N];
     let mut values = Vec::new();
     let mut steps = 0;
     for clock in 1..=STEPS {
@@ -63,6 +78,7 @@ fn train(session: &Session, consistency: Consistency) -> Result<(Vec<f32>, Vec<f
         if clock == STEPS {
             session.step_together()?;
         }
+        let u = vec![-product(clock, rank, varies); M];
         session.send_factors(fc, &[Factors { u: &u, v: &v }], weights)?;
         session.send_into(counts, gradient.clone().into(), Buffer::zeroed(LEN))?;
         if clock % 2 == 0 {
@@ -79,7 +95,10 @@ fn train(session: &Session, consistency: Consistency) -> Result<(Vec<f32>, Vec<f
         before = now;
         values = received.result.to_vec();
         weights = session.receive(fc)?.result;
-        let taken = weights[0].round() as u64;
+        // All of some clocks, and nothing of any other.
+        let sums: Vec<f32> = (0..=STEPS).map(|c| sum(c, workers as u16, varies)).collect();
+        let taken = sums.iter().position(|sum| *sum == weights[0]);
+        let taken = taken.unwrap_or_else(|| panic!("{} is no sum of {sums:?}", weights[0])) as u64;
         assert!(taken >= steps, "worker {rank} at {clock}: {taken} steps after {steps}");
         assert!(taken >= clock.saturating_sub(consistency.lead()), "{taken} steps at {clock}");
         assert!(weights.iter().all(|weight| *weight == weights[0]));
@@ -89,15 +108,16 @@ fn train(session: &Session, consistency: Consistency) -> Result<(Vec<f32>, Vec<f
 }
 
 fn check(layout: Layout, consistency: Consistency, rule: &'static str) {
+    let varies = rule == "sgd";
     let ends = layout.run(
         move |builder| describe(builder, consistency, rule),
-        move |session| train(session, consistency),
+        move |session| train(session, consistency, varies),
     );
     let ends: Vec<_> = ends.into_iter().map(|end| end.unwrap()).collect();
     for (values, weights) in &ends {
         assert_eq!((values, weights), (&ends[0].0, &ends[0].1), "{layout:?}");
         assert_eq!(seen(values, ends.len()), vec![STEPS; ends.len()], "{layout:?} {rule}");
-        assert_eq!(weights[0], STEPS as f32);
+        assert_eq!(weights[0], sum(STEPS, ends.len() as u16, varies));
     }
 }
 

@@ -6,13 +6,14 @@ use super::cluster::{self, Cluster};
 use super::finding::{self, Finding};
 use super::targets::Verdict;
 use super::{environment, record};
-use crate::command::{command, output_within, target_dir};
+use crate::command::{command, output_within, target_dir, wait_until};
 use anyhow::{Context, Result, bail, ensure};
 use clap::ValueEnum;
 use serde::Deserialize;
+use serde_json::Value;
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
+use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 /// What to measure.
@@ -119,7 +120,7 @@ fn equality(lab: &Lab<'_>) -> Result<Finding> {
     let steps = if lab.args.quick { 20 } else { 200 };
     let mut text = format!(
         "Four workers train the built-in net, deterministic: {steps} steps at once, and half of them, a \
-         kill -9 of one worker, and the rest.\n\n| | parameters at once | after the kill | |\n| --- | --- | --- | --- |\n"
+         kill -9 of one of its processes, and the rest.\n\n| | parameters at once | after the kill | |\n| --- | --- | --- | --- |\n"
     );
     let mut equal = 0;
     for (name, how) in WAYS {
@@ -221,10 +222,10 @@ impl Lab<'_> {
         command.arg("train").args(words.split_whitespace()).arg("--json");
         command.arg("--report").arg(self.scratch.join("report"));
         let printed = output_within(&mut command, LIMIT)?;
-        let line = printed.lines().rfind(|line| line.contains("\"parameter_digest\""));
-        let line = line.context("the run printed no report")?;
-        let json = &line[line.find('{').unwrap_or(0)..];
-        let report = serde_json::from_str(json).context("reading a report")?;
+        let start = printed.find('{').context("the run printed no report")?;
+        let mut values = serde_json::Deserializer::from_str(&printed[start..]).into_iter::<Value>();
+        let json = values.next().context("the run printed no report")??;
+        let report = Report::deserialize(&json).context("reading a report")?;
         let raw = self.folder.join("raw.jsonl");
         let mut lines = fs::read_to_string(&raw).unwrap_or_default();
         lines += &format!("{json}\n");
@@ -240,23 +241,28 @@ impl Lab<'_> {
         command.arg("--report").arg(self.scratch.join("killed"));
         command.stdout(Stdio::null()).stderr(Stdio::null());
         let mut child = command.spawn().context("starting a run")?;
-        let manifest = place.join(format!("step-{step:012}/manifest.json"));
-        let deadline = Instant::now() + LIMIT;
-        while !manifest.exists() {
-            if child.try_wait()?.is_some() || Instant::now() > deadline {
-                crate::command::end(&mut child)?;
-                bail!("no checkpoint of step {step} was made");
-            }
-            std::thread::sleep(Duration::from_millis(5));
-        }
-        let workers = children(child.id())?;
-        let worker = workers.last().context("the run has no workers")?;
-        let killed = Command::new("kill").args(["-9", &worker.to_string()]).status()?;
-        ensure!(killed.success(), "worker {worker} could not be killed");
-        let status = child.wait()?;
-        ensure!(!status.success(), "the run did not notice that a worker was killed");
-        Ok(())
+        let killed = kill_after(&mut child, &place.join(format!("step-{step:012}/manifest.json")));
+        crate::command::end(&mut child)?;
+        killed
     }
+}
+
+/// Waits until `file` is there, kills a worker of the run `child`, and waits for the run's end.
+fn kill_after(child: &mut Child, file: &Path) -> Result<()> {
+    let deadline = Instant::now() + LIMIT;
+    while !file.exists() {
+        ensure!(child.try_wait()?.is_none(), "the run ended before it had saved anything");
+        ensure!(Instant::now() < deadline, "nothing was saved in time");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    let workers = children(child.id())?;
+    let worker = workers.last().context("the run has no processes")?;
+    let killed = Command::new("kill").args(["-9", &worker.to_string()]).status()?;
+    ensure!(killed.success(), "process {worker} could not be killed");
+    let status = wait_until(child, Instant::now() + LIMIT)?;
+    let status = status.context("the run did not end after one of its processes was killed")?;
+    ensure!(!status.success(), "the run did not notice that one of its processes was killed");
+    Ok(())
 }
 
 /// The processes that `parent` has started.

@@ -16,9 +16,12 @@ use std::time::Duration;
 /// Whom a chunk owes an answer, and what was asked of its clocks.
 #[derive(Debug, Default)]
 pub(super) struct Owed {
+    /// One entry for each stream at most.
     waiting: Vec<Waiting>,
-    /// Clocks that something is asked of: few. With `Asp`, marks that stay are at their first clock.
+    /// What is asked of clocks that somebody may still have to hear of.
     asked: BTreeMap<Clock, Marks>,
+    /// Whether a worker has asked all to stop.
+    stop: Marks,
     /// Since when some worker has been ahead of another.
     since: Option<Duration>,
 }
@@ -53,6 +56,11 @@ impl Slot {
         }
     }
 
+    /// Whether this stream waits for an answer.
+    pub(super) fn owes(&self, stream: usize) -> bool {
+        self.owed.waiting.iter().any(|waiting| waiting.stream == stream)
+    }
+
     /// Since when the chunk has waited for somebody.
     pub(super) fn waits_since(&self) -> Option<Duration> {
         self.owed.since.or_else(|| self.rounds.front().map(|round| round.opened))
@@ -70,6 +78,9 @@ impl Store {
         slot.owed.waiting.push(Waiting { stream, clock, needs });
         if terms.marks != Marks::NONE {
             *slot.owed.asked.entry(clock).or_default() |= terms.marks;
+        }
+        if terms.marks.contains(Marks::STOP) {
+            slot.owed.stop = Marks::STOP;
         }
         let before = slot.clock;
         if slot.steps_as_they_come() {
@@ -144,9 +155,8 @@ impl Store {
         let lead = slot.lead(self.consistency);
         let open = slot.clock;
         let mut result = None;
-        for Waiting { stream, clock, .. } in
-            slot.owed.waiting.extract_if(.., |waiting| waiting.needs < open)
-        {
+        let mut waiting = std::mem::take(&mut slot.owed.waiting);
+        for Waiting { stream, clock, needs } in waiting.extract_if(.., |one| one.needs < open) {
             let parameters = slot.parameters.as_ref();
             let block = result.get_or_insert_with(|| {
                 parameters.map(|parameters| shown(pool, slot.encodings.down, parameters))
@@ -155,13 +165,15 @@ impl Store {
                 Some(Outcome::Held(block)) => Outcome::Held(block.clone()),
                 _ => Outcome::Nothing,
             };
-            let marks = heard(&slot.owed.asked, clock, lead);
+            let marks = slot.owed.heard(clock, needs, lead);
             let way = Way::To(slot.streams.nodes()[stream]);
             self.answers.push(Completed { key: slot.key, clock, way, marks, result });
         }
-        // What somebody may still have to hear of stays.
-        let (asp, oldest) = (lead == u64::MAX, open.0.saturating_sub(lead.saturating_add(1)));
-        slot.owed.asked.retain(|clock, _| asp || clock.0 >= oldest);
+        slot.owed.waiting = waiting;
+        // With a lead that has no bound, `stop` has what everybody has to hear of.
+        let behind = if lead == u64::MAX { 0 } else { lead };
+        let oldest = open.0.saturating_sub(behind + 1);
+        slot.owed.asked.retain(|clock, _| clock.0 >= oldest);
     }
 }
 
@@ -176,12 +188,17 @@ impl Slot {
     }
 }
 
-/// The marks that a worker hears of with its answer at `clock`. All workers hear of a mark at the same
-/// clock of theirs: the first at which each of them is sure to be answered after the contribution with
-/// the mark has come. Where there is no such clock, everybody hears of it as soon as possible.
-fn heard(asked: &BTreeMap<Clock, Marks>, clock: Clock, lead: u64) -> Marks {
-    if lead == u64::MAX {
-        return asked.values().fold(Marks::NONE, |all, marks| all | *marks);
+impl Owed {
+    /// The marks that a worker hears of with its answer at `clock`. All workers hear of a mark at the
+    /// same clock of theirs: the first at which each of them is sure to be answered after the
+    /// contribution with the mark has come. After a step that they take together they hear of all
+    /// marks. Where there is no bound, everybody hears as soon as possible that all are to stop.
+    fn heard(&self, clock: Clock, needs: Clock, lead: u64) -> Marks {
+        let stop = if lead == u64::MAX { self.stop } else { Marks::NONE };
+        if needs == clock {
+            return self.asked.range(..=clock).fold(stop, |all, (_, marks)| all | *marks);
+        }
+        let at = clock.0.checked_sub(lead).and_then(|at| self.asked.get(&Clock(at)).copied());
+        stop | at.unwrap_or_default()
     }
-    clock.0.checked_sub(lead).and_then(|at| asked.get(&Clock(at)).copied()).unwrap_or_default()
 }

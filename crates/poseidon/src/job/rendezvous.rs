@@ -324,7 +324,9 @@ impl Opening<'_> {
         let away = |node: &NodeId| tree.host(*node) != tree.host(me);
         let neighbours: Vec<NodeId> = cluster.node_ids().filter(|node| !away(node)).collect();
         let all: Vec<NodeId> = cluster.partners(me).into_iter().filter(away).collect();
-        let senders = |node: NodeId| match tree.is_flat() {
+        // Where workers may be at different clocks, nothing is added up inside hosts.
+        let is_flat = tree.is_flat() || !book.job.consistency.is_bsp();
+        let senders = |node: NodeId| match is_flat {
             true => cluster.partners(node).into_iter().filter(away).collect(),
             false => tree.senders(node),
         };

@@ -36,9 +36,9 @@ impl Session {
         parameters: impl Fn(LayerId) -> &'a [f32],
     ) -> Result<(), Error> {
         self.check_no_dedicated_server()?;
-        let consistency = self.parts.plan.consistency();
-        if !consistency.is_bsp() || rules.consistency != consistency {
-            let why = format!("a plan with '{consistency}' cannot be replaced: it needs 'bsp'");
+        self.check_bsp("another plan")?;
+        if !rules.consistency.is_bsp() {
+            let why = format!("a plan cannot be replaced by one with '{}'", rules.consistency);
             return Err(Error::Config(why));
         }
         for layer in self.layers.ids() {

@@ -46,6 +46,14 @@ impl Session {
         Ok(())
     }
 
+    /// Refuses what has no meaning where workers may be at different clocks.
+    pub(super) fn check_bsp(&self, what: &str) -> Result<(), Error> {
+        match self.parts.plan.consistency() {
+            consistency if consistency.is_bsp() => Ok(()),
+            consistency => Err(Error::Config(format!("{what} needs 'bsp', not '{consistency}'"))),
+        }
+    }
+
     /// Whether all workers have all contributions to the step that this worker took last.
     pub(super) fn is_together(&self, clock: Clock) -> bool {
         let last = [&self.requests.together, &self.requests.keep];

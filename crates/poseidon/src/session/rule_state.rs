@@ -15,6 +15,7 @@ impl Session {
     /// The layer must not be in flight.
     pub fn rule_state(&self, layer: LayerId) -> Result<RuleState, Error> {
         self.check_no_dedicated_server()?;
+        self.check_bsp("what an update rule has")?;
         let state = self.state(layer)?;
         self.check_landed(layer, &state)?;
         let job = &self.parts.book.job;
@@ -55,6 +56,7 @@ impl Session {
     /// parameters are the masters.
     pub fn restore_rule(&self, layer: LayerId, rule: RuleState) -> Result<(), Error> {
         self.check_no_dedicated_server()?;
+        self.check_bsp("what an update rule has")?;
         let mut state = self.state(layer)?;
         self.check_landed(layer, &state)?;
         let job = &self.parts.book.job;
