@@ -472,6 +472,45 @@ mod tests {
         }
     }
 
+    /// With a staleness of 2: what may be under way has six places, used in turn.
+    #[test]
+    fn workers_that_may_be_apart_have_a_place_for_every_clock_under_way() {
+        let layout = Layout { lead: 2, ..layout(1) };
+        let mut gather = Gather::new(LayerId(7), &layout, ME, LaneId(0));
+        let whole = |gather: &mut Gather, worker, clock| {
+            (0..2).for_each(|index| {
+                let header = frame(worker, index, clock, 2);
+                let arrival = gather.handle_factors(&header, &tree()).unwrap();
+                assert_eq!(arrival.place, (clock % 6) as usize);
+                gather.handle_landed(header.chunk.index, header.clock);
+            });
+        };
+        for clock in 1..=2 {
+            send(&mut gather, clock, 4);
+            assert!(gather.is_gathered(), "nothing is needed before clock 3");
+        }
+        send(&mut gather, 3, 4);
+        assert!(!gather.is_gathered());
+        assert_eq!(gather.missing().count(), 4);
+        // Worker 2 has everything and may be as far ahead as clock 6, and no further.
+        (1..=6).for_each(|clock| whole(&mut gather, 2, clock));
+        let too_far = gather.handle_factors(&frame(2, 0, 7, 2), &tree()).unwrap_err();
+        assert_eq!(too_far, Violation::Clock { expected: Clock(4), got: Clock(7) });
+        assert_eq!(gather.gathered(), Clock(0));
+        whole(&mut gather, 0, 1);
+        assert_eq!((gather.is_gathered(), gather.gathered()), (true, Clock(1)));
+        whole(&mut gather, 0, 2);
+        assert_eq!(gather.gathered(), Clock(2));
+        // A step taken together needs its own clock.
+        gather.handle_send(Clock(4), 4, 0.5, true).unwrap().for_each(drop);
+        whole(&mut gather, 0, 3);
+        assert!(!gather.is_gathered());
+        whole(&mut gather, 0, 4);
+        assert_eq!((gather.is_gathered(), gather.gathered()), (true, Clock(4)));
+        let again = gather.handle_factors(&frame(0, 0, 4, 2), &tree()).unwrap_err();
+        assert_eq!(again, Violation::Duplicate(Clock(4)));
+    }
+
     #[test]
     fn short_batches_leave_blanks() {
         let mut gather = gather();
