@@ -36,7 +36,7 @@ impl Requests {
 
 impl Session {
     /// Takes the next step together with all workers, where their clocks
-    /// [may be apart](crate::Builder::consistency): every layer comes back when all have contributed to
+    /// [may be apart](crate::session::Builder::consistency): every layer comes back when all have contributed to
     /// it, and all workers get the same parameters. Every worker calls it before the same step. Without
     /// it a worker may have parameters that lack what others have contributed.
     pub fn step_together(&self) -> Result<(), Error> {
