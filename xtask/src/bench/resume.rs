@@ -229,8 +229,11 @@ impl Lab<'_> {
         let raw = self.folder.join("raw.jsonl");
         let mut lines = fs::read_to_string(&raw).unwrap_or_default();
         lines += &format!("{json}\n");
-        let folder = self.scratch.display().to_string();
-        record::write(&self.folder, "raw.jsonl", &lines.replace(&folder, "SCRATCH"))?;
+        // Places of checkpoints are named from the root.
+        let whole = fs::canonicalize(&self.scratch)?.display().to_string();
+        let lines = lines.replace(&whole, "SCRATCH");
+        let lines = lines.replace(&self.scratch.display().to_string(), "SCRATCH");
+        record::write(&self.folder, "raw.jsonl", &lines)?;
         Ok(report)
     }
 
