@@ -1,13 +1,46 @@
 //! What a benchmark of several parts has found out, and the summary of it.
 
+use super::record;
 use super::targets::Verdict;
-use anyhow::Result;
+use anyhow::{Result, bail};
+use std::path::Path;
+use std::time::Instant;
 
 /// What a part has found out.
 pub(crate) struct Finding {
     /// Its section of the summary, without the heading.
     pub(crate) text: String,
     pub(crate) verdicts: Vec<Verdict>,
+}
+
+/// Measures `parts`, by name, one after the other, and writes the summary after each: a benchmark that is
+/// cut short keeps what it has. A part that fails does not keep the others from being measured.
+pub(crate) fn measure<P>(
+    folder: &Path,
+    title: &str,
+    parts: impl IntoIterator<Item = (&'static str, P)>,
+    cleaned: &dyn Fn(&str) -> String,
+    mut part: impl FnMut(P) -> Result<Finding>,
+) -> Result<()> {
+    let mut findings = Vec::new();
+    for (name, which) in parts {
+        println!("\n== {name}");
+        let start = Instant::now();
+        let finding = part(which);
+        if let Err(error) = &finding {
+            eprintln!("{name} failed: {error:#}");
+        }
+        println!("== {name}: {} s", start.elapsed().as_secs());
+        findings.push((name, finding));
+        record::write(folder, "summary.md", &summary(title, &findings, cleaned))?;
+    }
+    println!("\n{}\nrecorded in {}", summary(title, &findings, cleaned), folder.display());
+    let failed = findings.iter().filter(|(_, finding)| finding.is_err());
+    let failed: Vec<_> = failed.map(|(name, _)| *name).collect();
+    if !failed.is_empty() {
+        bail!("failed: {}", failed.join(", "));
+    }
+    Ok(())
 }
 
 /// A section for every part, and a table of all targets. `cleaned` takes the folders of this machine

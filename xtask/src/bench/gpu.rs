@@ -18,7 +18,6 @@ use anyhow::{Result, bail};
 use clap::ValueEnum;
 use lab::Lab;
 use std::path::PathBuf;
-use std::time::Instant;
 
 /// What to measure.
 #[derive(clap::Args)]
@@ -122,40 +121,28 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     record::write(&folder, "command.txt", &format!("{}\n", record::command_line()))?;
     let lab = Lab::new(args, python, folder.clone())?;
 
-    let mut findings = Vec::new();
-    for part in Part::value_variants().iter().copied().filter(|part| parts.contains(part)) {
-        println!("\n== {}", part.name());
-        let start = Instant::now();
-        let finding = match part {
-            Part::Training => {
-                // What has been measured so far is worth having if the rest is cut short.
-                let mut write = |so_far: Finding| {
-                    let text = summary(&lab, &[(part.name(), Ok(so_far))]);
-                    record::write(&folder, "summary.md", &text)
-                };
-                training::run(&lab, &mut write)
-            }
-            Part::Single => small::single(&lab),
-            Part::Numerics => numerics::run(&lab),
-            Part::Trace => training::trace(&lab),
-            Part::Copies => small::copies(&lab),
-            Part::Tests => small::tests(&lab),
-        };
-        // The other parts are worth measuring even if this one cannot be.
-        if let Err(error) = &finding {
-            eprintln!("{} failed: {error:#}", part.name());
+    let parts = Part::value_variants().iter().copied().filter(|part| parts.contains(part));
+    let named = parts.map(|part| (part.name(), part));
+    let cleaned = |text: &str| lab.without_folders(text);
+    let title = match args.device {
+        Device::Cuda => "PyTorch on a GPU",
+        Device::Cpu => "PyTorch on the CPU: a try of the benchmark, no record of a GPU",
+    };
+    finding::measure(&folder, title, named, &cleaned, |part| match part {
+        Part::Training => {
+            // What has been measured so far is worth having if the rest is cut short.
+            let mut write = |so_far: Finding| {
+                let text = finding::summary(title, &[(part.name(), Ok(so_far))], &cleaned);
+                record::write(&folder, "summary.md", &text)
+            };
+            training::run(&lab, &mut write)
         }
-        println!("== {}: {} s", part.name(), start.elapsed().as_secs());
-        findings.push((part.name(), finding));
-        record::write(&folder, "summary.md", &summary(&lab, &findings))?;
-    }
-    println!("\n{}\nrecorded in {}", summary(&lab, &findings), folder.display());
-    let failed = findings.iter().filter(|(_, finding)| finding.is_err());
-    let failed: Vec<_> = failed.map(|(name, _)| *name).collect();
-    if !failed.is_empty() {
-        bail!("failed: {}", failed.join(", "));
-    }
-    Ok(())
+        Part::Single => small::single(&lab),
+        Part::Numerics => numerics::run(&lab),
+        Part::Trace => training::trace(&lab),
+        Part::Copies => small::copies(&lab),
+        Part::Tests => small::tests(&lab),
+    })
 }
 
 impl Part {
@@ -190,15 +177,6 @@ impl Device {
             Self::Cpu => "cpu",
         }
     }
-}
-
-fn summary(lab: &Lab, findings: &[(&str, Result<Finding>)]) -> String {
-    let mut text =
-        finding::summary("PyTorch on a GPU", findings, &|text| lab.without_folders(text));
-    if lab.device == Device::Cpu {
-        text += "\nThis was trained on the CPU: a try of the benchmark, no record of a GPU.\n";
-    }
-    text
 }
 
 /// What has to be known of this machine and its GPU.

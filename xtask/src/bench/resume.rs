@@ -4,6 +4,7 @@
 
 use super::cluster::{self, Cluster};
 use super::finding::{self, Finding};
+use super::measurement::median;
 use super::targets::Verdict;
 use super::{environment, record};
 use crate::command::{command, output_within, target_dir, wait_until};
@@ -84,26 +85,22 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     record::write(&folder, "command.txt", &format!("{}\n", record::command_line()))?;
     let scratch = target_dir().join("bench/resume-scratch");
     let lab = Lab { args, folder: folder.clone(), scratch };
-    let mut findings = Vec::new();
-    for part in Part::value_variants().iter().filter(|part| wanted(part)) {
-        let (name, finding) = match part {
-            Part::Equality => ("equality", equality(&lab)),
-            Part::Cost => ("cost", cost(&lab)),
-        };
-        if let Err(error) = &finding {
-            eprintln!("{name} failed: {error:#}");
-        }
-        findings.push((name, finding));
-        record::write(&folder, "summary.md", &summary(&lab, &findings))?;
-    }
-    println!("\n{}\nrecorded in {}", summary(&lab, &findings), folder.display());
-    ensure!(findings.iter().all(|(_, finding)| finding.is_ok()), "a part failed");
-    Ok(())
+    let parts = Part::value_variants().iter().copied().filter(wanted);
+    let named = parts.map(|part| (part.name(), part));
+    let cleaned = |text: &str| text.replace(&lab.scratch.display().to_string(), "SCRATCH");
+    finding::measure(&folder, "Resume", named, &cleaned, |part| match part {
+        Part::Equality => equality(&lab),
+        Part::Cost => cost(&lab),
+    })
 }
 
-fn summary(lab: &Lab<'_>, findings: &[(&str, Result<Finding>)]) -> String {
-    let scratch = lab.scratch.display().to_string();
-    finding::summary("Resume", findings, &|text| text.replace(&scratch, "SCRATCH"))
+impl Part {
+    fn name(self) -> &'static str {
+        match self {
+            Self::Equality => "equality",
+            Self::Cost => "cost",
+        }
+    }
 }
 
 /// How jobs of the equality part are trained.
@@ -165,9 +162,7 @@ fn cost(lab: &Lab<'_>) -> Result<Finding> {
         with.push(lab.train_in(&cluster, &format!("{task} {saving}"))?);
     }
     let median = |reports: &[Report], of: &dyn Fn(&Report) -> f64| {
-        let mut values: Vec<f64> = reports.iter().map(of).collect();
-        values.sort_by(f64::total_cmp);
-        values[values.len() / 2]
+        median(reports.iter().map(of).collect()).unwrap_or(f64::NAN)
     };
     let checkpoints = (steps / every) as f64;
     let step = median(&without, &|report| report.step_seconds.median);
@@ -187,8 +182,8 @@ fn cost(lab: &Lab<'_>) -> Result<Finding> {
         );
     }
     text += &format!(
-        "\nA checkpoint costs {:.2} ms on average, {:.1}% of a step. It includes what writing takes from \
-         the cores that train.\n",
+        "\nDivided by the number of checkpoints, the difference is {:.2} ms, {:.1}% of a step. It includes \
+         what writing takes from the cores that train. A difference below 0 is noise.\n",
         1e3 * pause,
         100.0 * pause / step
     );

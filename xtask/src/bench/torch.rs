@@ -10,13 +10,12 @@ mod scaling;
 pub(super) mod single;
 mod targets;
 
-use super::finding::{self, Finding};
+use super::finding;
 use super::{cluster, environment, record};
 use anyhow::{Result, bail};
 use clap::ValueEnum;
 use lab::Lab;
 use std::path::PathBuf;
-use std::time::Instant;
 
 /// What to measure.
 #[derive(clap::Args)]
@@ -87,33 +86,17 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     record::write(&folder, "command.txt", &format!("{}\n", record::command_line()))?;
     let lab = Lab::new(args, python, folder.clone())?;
 
-    let mut findings = Vec::new();
-    for part in Part::value_variants().iter().copied().filter(|part| parts.contains(part)) {
-        println!("\n== {}", part.name());
-        let start = Instant::now();
-        let finding = match part {
-            Part::Numerics => numerics::run(&lab),
-            Part::Single => single::run(&lab),
-            Part::Vgg => scaling::run(&lab, scaling::VGG, &lab.nodes),
-            Part::Fc => scaling::run(&lab, scaling::FC, lab.most_nodes()),
-            Part::Transformer => scaling::run(&lab, scaling::TRANSFORMER, lab.most_nodes()),
-            Part::Deep => scaling::run(&lab, scaling::DEEP, lab.most_nodes()),
-        };
-        // The other parts are worth measuring even if this one cannot be.
-        if let Err(error) = &finding {
-            eprintln!("{} failed: {error:#}", part.name());
-        }
-        println!("== {}: {} s", part.name(), start.elapsed().as_secs());
-        findings.push((part.name(), finding));
-        record::write(&folder, "summary.md", &summary(&lab, &findings))?;
-    }
-    println!("\n{}\nrecorded in {}", summary(&lab, &findings), folder.display());
-    let failed = findings.iter().filter(|(_, finding)| finding.is_err());
-    let failed: Vec<_> = failed.map(|(name, _)| *name).collect();
-    if !failed.is_empty() {
-        bail!("failed: {}", failed.join(", "));
-    }
-    Ok(())
+    let parts = Part::value_variants().iter().copied().filter(|part| parts.contains(part));
+    let named = parts.map(|part| (part.name(), part));
+    let cleaned = |text: &str| lab.without_folders(text);
+    finding::measure(&folder, "PyTorch", named, &cleaned, |part| match part {
+        Part::Numerics => numerics::run(&lab),
+        Part::Single => single::run(&lab),
+        Part::Vgg => scaling::run(&lab, scaling::VGG, &lab.nodes),
+        Part::Fc => scaling::run(&lab, scaling::FC, lab.most_nodes()),
+        Part::Transformer => scaling::run(&lab, scaling::TRANSFORMER, lab.most_nodes()),
+        Part::Deep => scaling::run(&lab, scaling::DEEP, lab.most_nodes()),
+    })
 }
 
 impl Part {
@@ -127,8 +110,4 @@ impl Part {
             Self::Deep => "deep",
         }
     }
-}
-
-fn summary(lab: &Lab, findings: &[(&str, Result<Finding>)]) -> String {
-    finding::summary("PyTorch", findings, &|text| lab.without_folders(text))
 }

@@ -20,7 +20,6 @@ use anyhow::{Result, bail};
 use clap::ValueEnum;
 use lab::Lab;
 use std::path::PathBuf;
-use std::time::Instant;
 
 /// What to measure.
 #[derive(clap::Args)]
@@ -88,33 +87,17 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     record::write(&folder, "command.txt", &format!("{}\n", record::command_line()))?;
     let lab = Lab::new(args, folder.clone())?;
 
-    let mut findings = Vec::new();
     let mut in_cluster = Vec::new();
-    for part in Part::value_variants().iter().copied().filter(|part| wanted(*part)) {
-        println!("\n== {}", part.name());
-        let start = Instant::now();
-        let finding = match part {
-            Part::Exactness => exactness::run(&lab),
-            Part::Convergence => convergence::run(&lab),
-            Part::Overhead => overhead::run(&lab),
-            Part::Hybrid => hybrid::run(&lab, &mut in_cluster),
-            Part::Traffic => traffic::run(&lab, &mut in_cluster),
-        };
-        // The other parts are worth measuring even if this one cannot be.
-        if let Err(error) = &finding {
-            eprintln!("{} failed: {error:#}", part.name());
-        }
-        println!("== {}: {} s", part.name(), start.elapsed().as_secs());
-        findings.push((part.name(), finding));
-        record::write(&folder, "summary.md", &summary(&lab, &findings))?;
-    }
-    println!("\n{}\nrecorded in {}", summary(&lab, &findings), folder.display());
-    let failed = findings.iter().filter(|(_, finding)| finding.is_err());
-    let failed: Vec<_> = failed.map(|(name, _)| *name).collect();
-    if !failed.is_empty() {
-        bail!("failed: {}", failed.join(", "));
-    }
-    Ok(())
+    let parts = Part::value_variants().iter().copied().filter(|part| wanted(*part));
+    let named = parts.map(|part| (part.name(), part));
+    let cleaned = |text: &str| lab.without_folders(text);
+    finding::measure(&folder, "Training", named, &cleaned, |part| match part {
+        Part::Exactness => exactness::run(&lab),
+        Part::Convergence => convergence::run(&lab),
+        Part::Overhead => overhead::run(&lab),
+        Part::Hybrid => hybrid::run(&lab, &mut in_cluster),
+        Part::Traffic => traffic::run(&lab, &mut in_cluster),
+    })
 }
 
 impl Part {
@@ -127,8 +110,4 @@ impl Part {
             Self::Traffic => "traffic",
         }
     }
-}
-
-fn summary(lab: &Lab, findings: &[(&str, Result<Finding>)]) -> String {
-    finding::summary("Training", findings, &|text| lab.without_folders(text))
 }
