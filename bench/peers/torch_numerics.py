@@ -71,7 +71,7 @@ def main():
         return
     job = dict(os.environ, WORLD_SIZE=str(args.ranks), LOCAL_WORLD_SIZE=str(args.ranks))
     job.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()), GLOO_SOCKET_IFNAME="lo")
-    job.update(POSEIDON_SECRET="bench", OMP_NUM_THREADS="1")
+    job.update(POSEIDON_SECRET="known to the benchmark", OMP_NUM_THREADS="1")
     # cuBLAS repeats itself only with a workspace of this size, which it reads when CUDA starts.
     job.update(CUBLAS_WORKSPACE_CONFIG=":4096:8")
     ranks = [subprocess.Popen([sys.executable, *sys.argv], env=dict(job, RANK=str(r))) for r in range(args.ranks)]

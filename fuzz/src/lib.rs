@@ -4,8 +4,8 @@
 //! A target panics when a decoder breaks its promise, and otherwise tells what became of the input.
 
 use poseidon_core::wire::{Challenge, Header, HeaderError, Hello, Purpose, Verdict};
-use poseidon_core::{Epoch, JobId, LaneId, NodeId};
-use poseidon_link::handshake::{call, challenge as greet};
+use poseidon_core::{Book, Epoch, JobId, LaneId, NodeId};
+use poseidon_link::handshake::{answer, call};
 use poseidon_link::{Credentials, HandshakeError};
 use std::io::{self, Read, Write};
 
@@ -38,6 +38,21 @@ pub fn header(input: &[u8]) -> Outcome {
     let Ok(header) = decoded else { return Outcome::Refused };
     assert_eq!(header.encode(), bytes, "{header:?}");
     Outcome::Accepted
+}
+
+/// An information book. What is accepted has a plan, and is written as it was read.
+pub fn book(input: &[u8]) -> Outcome {
+    match serde_json::from_slice::<Book>(input) {
+        Err(error) if error.is_eof() => Outcome::Short,
+        Err(_) => Outcome::Refused,
+        Ok(book) => {
+            assert_eq!(book.plan().layers(), book.job.layers.len());
+            let again = serde_json::to_vec(&book).expect("what was read can be written");
+            let read = serde_json::from_slice::<Book>(&again).expect("what was written is a book");
+            assert_eq!(read, book);
+            Outcome::Accepted
+        }
+    }
 }
 
 /// The messages of the handshake, and both of its sides facing somebody who does not know the
@@ -82,11 +97,8 @@ fn verdict(input: &[u8]) -> Outcome {
 /// The listener hears `input`. Nothing that was not made with the secret may let a caller in.
 fn listener(input: &[u8]) -> Outcome {
     let credentials = credentials();
-    let mut stranger = Stranger(input);
-    turned_away(greet(&mut stranger, &credentials).and_then(|challenged| {
-        let admit = |hello: &Hello| panic!("a stranger came as far as being admitted: {hello:?}");
-        challenged.judge(&mut stranger, &credentials.secret, admit)
-    }))
+    let admit = |hello: &Hello| panic!("a stranger came as far as being admitted: {hello:?}");
+    turned_away(answer(&mut Stranger(input), &credentials, admit))
 }
 
 /// The caller hears `input`. Nothing that was not made with the secret may pass for its listener.
@@ -112,7 +124,7 @@ fn turned_away<T: std::fmt::Debug>(result: Result<T, HandshakeError>) -> Outcome
 }
 
 fn credentials() -> Credentials {
-    let secret = "nobody knows".parse().expect("it is not empty");
+    let secret = "nobody knows what".parse().expect("it is long enough");
     Credentials { cluster: CLUSTER, secret }
 }
 

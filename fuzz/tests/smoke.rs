@@ -1,11 +1,16 @@
 //! A bounded, seeded run of every fuzz target: random inputs, and mutations of whole ones.
 //! The same inputs every time, so a failure can be repeated.
 
+use poseidon_core::book::BOOK_VERSION;
+use poseidon_core::plan::Placement;
 use poseidon_core::wire::{
     Challenge, Header, Hello, Kind, NOBODY, Purpose, Status, VERSION, Verdict,
 };
-use poseidon_core::{ChunkKey, Clock, Epoch, JobId, LaneId, LayerId, NodeId};
-use poseidon_fuzz::{CLUSTER, Outcome, handshake, header};
+use poseidon_core::{
+    Book, Checkpoints, ChunkKey, ChunkSize, Clock, Cluster, Consistency, Epoch, Job, JobId, LaneId,
+    Layer, LayerId, LayerKind, NodeFacts, NodeId, Optimizer, Policy, Servers,
+};
+use poseidon_fuzz::{CLUSTER, Outcome, book, handshake, header};
 use std::collections::BTreeMap;
 
 /// A second of work unoptimised.
@@ -46,6 +51,41 @@ fn handshake_survives() {
             [&[4][..], &challenge.encode(), &verdict.encode()].concat(),
         ],
     );
+}
+
+#[test]
+fn book_survives() {
+    let cluster = Cluster::new(2, Servers::Mixed(1), 2).expect("a cluster of three nodes");
+    let facts = |node| NodeFacts {
+        node,
+        host: "a".to_owned(),
+        rack: Some("b".to_owned()),
+        tcp: "127.0.0.1:4000".to_owned(),
+        other_tcp: Vec::new(),
+        unix: None,
+        version: "0.1.0".to_owned(),
+        tiles: false,
+    };
+    let kind = LayerKind::Fc { m: 10, n: 20 };
+    let wide = Layer { kind, rows: Some(4), ..Layer::new("wide", 210) };
+    let job = Job {
+        layers: vec![Layer::new("conv1", 10), wide],
+        optimizer: Optimizer::default(),
+        chunk: ChunkSize::default(),
+        placement: Placement::Balanced,
+        deterministic: false,
+        consistency: Consistency::Bsp,
+        scheme: Policy::Auto,
+        batch: Some(8),
+        checkpoints: Checkpoints::default(),
+    };
+    let nodes = cluster.node_ids().map(facts).collect();
+    let identity = JobId([4; 16]);
+    let whole = Book { version: BOOK_VERSION, identity, epoch: Epoch(1), cluster, nodes, job };
+    let mut other = serde_json::to_value(&whole).expect("a book can be written");
+    let whole = serde_json::to_vec(&whole).expect("a book can be written");
+    other["cluster"]["lanes"] = 0.into();
+    run(book, &[whole], &[other.to_string().into_bytes()]);
 }
 
 /// A decoder that refused everything would survive as well, so every outcome has to be seen.

@@ -61,7 +61,8 @@ pub(crate) enum Bench {
     Hosts(Box<hosts::Args>),
     /// Exchanges over rate-limited links beside Gloo, one network namespace per node; needs root
     Links(Box<links::Args>),
-    /// Whether training goes on bit by bit after a kill, and what a checkpoint costs; parts need root
+    /// Whether training goes on bit by bit after a kill, what a checkpoint costs, and what slow workers
+    /// cost; parts need root
     Resume(resume::Args),
     /// Training with PyTorch, beside stock DistributedDataParallel on Gloo; parts of it need root
     Torch(torch::Args),

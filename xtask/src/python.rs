@@ -11,8 +11,8 @@ const ENV: &str = "bindings/python/.env";
 /// What has to be importable before the package is built.
 const NEEDS: &str = "import expecttest, maturin, mypy, numpy, pytest, safetensors, torch";
 
-/// Builds the package into its own environment, checks its types and runs its tests, the examples among them, and
-/// PyTorch's own tests of `torch.distributed` against the backend.
+/// Builds the package into its own environment, checks its types and runs its tests, the examples
+/// among them.
 pub(crate) fn test() -> Result<Outcome> {
     let python = prepare()?;
     let settings = format!("{PACKAGE}/pyproject.toml");
@@ -20,17 +20,31 @@ pub(crate) fn test() -> Result<Outcome> {
     succeed(
         command(&[&python, "-m", "pytest", "-q", "--durations=3"]).arg(format!("{PACKAGE}/tests")),
     )?;
+    Ok(Outcome::Passed)
+}
+
+/// Runs PyTorch's own tests of `torch.distributed` against the backend.
+pub(crate) fn test_by_pytorch() -> Result<Outcome> {
+    let python = prepare()?;
     succeed(&mut command(&[&python, &format!("{PACKAGE}/tests/pytorch_suite.py")]))?;
     Ok(Outcome::Passed)
+}
+
+/// What the Python tests are about to install, in words, unless everything is there.
+pub(crate) fn will_install() -> Option<String> {
+    (!works(&[&format!("{ENV}/bin/python"), "-c", NEEDS])).then(|| {
+        format!(
+            "the stage `python` will install PyTorch and what the tests need into {ENV}: several \
+             gigabytes, some minutes"
+        )
+    })
 }
 
 /// The environment's Python, with the package built from this checkout.
 fn prepare() -> Result<String> {
     let python = format!("{ENV}/bin/python");
-    if !works(&[&python, "-c", NEEDS]) {
-        println!(
-            "installing PyTorch and what the tests need into {ENV}; the first time takes minutes"
-        );
+    if let Some(words) = will_install() {
+        println!("{words}");
         succeed(&mut command(&["python3", "-m", "venv", ENV])).context(
             "python3 with its venv module is needed (Debian: apt-get install python3-venv)",
         )?;

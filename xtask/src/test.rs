@@ -4,20 +4,37 @@
 use crate::command::{command, succeed, works};
 use crate::fuzz;
 use crate::python;
-use crate::stages::{self, Outcome};
+use crate::stages::{self, Outcome, Stage};
 use anyhow::{Context, Result, bail};
 use std::fs;
 use std::path::{Path, PathBuf};
 
+/// How much to test.
+#[derive(clap::Args)]
+pub(crate) struct Args {
+    /// Also PyTorch's own tests of torch.distributed, against the backend "poseidon"; CI runs this
+    #[arg(long)]
+    all: bool,
+}
+
 /// Runs all tests. The pinned toolchain installs itself, and the Python tests their environment.
-pub(crate) fn run() -> Result<()> {
-    stages::run(&[
+pub(crate) fn run(args: &Args) -> Result<()> {
+    let mut stages: Vec<Stage<'_>> = vec![
         ("tests", &tests),
         ("doc tests", &doc_tests),
         ("examples", &examples),
         ("fuzz smoke", &|| fuzz::smoke().map(|()| Outcome::Passed)),
         ("python", &python::test),
-    ])
+    ];
+    if args.all {
+        stages.push(("pytorch's own", &python::test_by_pytorch));
+    }
+    let names: Vec<_> = stages.iter().map(|(name, _)| *name).collect();
+    println!("stages: {}", names.join(", "));
+    if let Some(words) = python::will_install() {
+        println!("{words}");
+    }
+    stages::run(&stages)
 }
 
 fn tests() -> Result<Outcome> {

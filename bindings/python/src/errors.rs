@@ -90,12 +90,15 @@ pub(crate) fn raise(py: Python<'_>, error: Error) -> PyErr {
         | Error::Open { .. }
         | Error::Descriptors(_)
         | Error::NeverConnected { .. } => ConnectionError::new_err(words),
-        Error::Timeout { .. } | Error::Stalled { .. } | Error::Overdue { .. } => {
-            TimeoutError::new_err(words)
-        }
-        Error::Lost { .. } => LostError::new_err(words),
+        Error::Timeout { .. }
+        | Error::Stalled { .. }
+        | Error::Overdue { .. }
+        | Error::Unfinished { .. } => TimeoutError::new_err(words),
+        Error::Lost { .. } | Error::Away { .. } => LostError::new_err(words),
         Error::Violation { .. }
+        | Error::RollCall { .. }
         | Error::Garbage { .. }
+        | Error::Changed { .. }
         | Error::Mismatch { .. }
         | Error::Message { .. } => ProtocolError::new_err(words),
         Error::Aborted { .. } => AbortedError::new_err(words),
@@ -115,8 +118,10 @@ pub(crate) fn raise(py: Python<'_>, error: Error) -> PyErr {
             (None, Some(layer), Some(*clock))
         }
         Error::Lost { node, .. }
+        | Error::Away { node, .. }
         | Error::Aborted { node, .. }
         | Error::Garbage { node, .. }
+        | Error::Changed { node, .. }
         | Error::Message { node, .. }
         | Error::Panicked { node } => (Some(node), None, None),
         Error::Length { layer, .. }

@@ -6,18 +6,20 @@
 
 mod apart;
 mod checkpoint;
+mod choices;
 mod device;
 mod errors;
 mod group;
+mod log;
+mod observed;
 
 use apart::wait_for_layer;
 use device::DeviceMemory;
 use errors::raise;
 use poseidon::{
-    Buffer, Cluster, Config, Encoding, Encodings, Factors, HalfFactors, Layer, LayerId, LayerKind,
-    Limit, Optimizer, Policy, Rate, RuleState, Servers,
+    Buffer, Config, Consistency, Encoding, Encodings, Factors, HalfFactors, Layer, LayerId,
+    LayerKind, Limit, Optimizer, Policy, Rate, RuleState,
 };
-use poseidon_core::scheme;
 use pyo3::exceptions::{PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::PyByteArray;
@@ -127,6 +129,7 @@ struct Setup {
     rules: Vec<Option<Optimizer>>,
     learning_rate: Option<f32>,
     deterministic: bool,
+    sync: Consistency,
     threads: usize,
 }
 
@@ -144,6 +147,7 @@ impl Setup {
             // Layers have rows only if they are to go by factors.
             .scheme(Policy::Sfb)
             .deterministic(self.deterministic)
+            .consistency(self.sync)
             .rebuild_threads(self.threads);
         if let Some(rate) = self.learning_rate {
             builder = builder.learning_rate(rate);
@@ -165,7 +169,7 @@ impl Session {
     }
 
     /// Another session among the same workers.
-    #[pyo3(signature = (name, layers, *, optimizer="mean", rules=Vec::new(), learning_rate=None, deterministic=false, threads=1))]
+    #[pyo3(signature = (name, layers, *, optimizer="mean", rules=Vec::new(), learning_rate=None, deterministic=false, sync="bsp", threads=1))]
     #[expect(clippy::too_many_arguments, reason = "keyword arguments of a Python function")]
     fn sibling(
         &self,
@@ -176,6 +180,7 @@ impl Session {
         rules: Vec<Option<String>>,
         learning_rate: Option<f32>,
         deterministic: bool,
+        sync: &str,
         threads: usize,
     ) -> PyResult<Self> {
         let rule = |text: Option<String>| text.map(|text| text.parse()).transpose();
@@ -185,6 +190,7 @@ impl Session {
             rules,
             learning_rate,
             deterministic,
+            sync: sync.parse().map_err(value_error)?,
             threads,
         };
         let session = self.session()?;
@@ -366,6 +372,11 @@ impl Session {
         Ok(())
     }
 
+    /// The next step is taken together with all workers, where their clocks may be apart.
+    fn step_together(&self, py: Python<'_>) -> PyResult<()> {
+        self.session()?.step_together().map_err(|error| raise(py, error))
+    }
+
     /// Keeps this process's connection to the coordinator until the process ends.
     fn stay_until_exit(&self) -> PyResult<()> {
         self.session()?.stay_until_exit();
@@ -487,20 +498,32 @@ impl Session {
 
     /// Says goodbye and waits for the others.
     fn finish(&self, py: Python<'_>) -> PyResult<()> {
+        let Ok(shared) = self.session() else { return Ok(()) };
+        // A session that cannot be finished yet stays as it is: the program may mend that.
+        py.detach(|| shared.say_goodbye()).map_err(|error| raise(py, error))?;
+        drop(shared);
         let Some(session) = self.take() else { return Ok(()) };
-        let session = Arc::into_inner(session)
-            .ok_or_else(|| PyRuntimeError::new_err("another thread is still using this session"))?;
-        py.detach(|| session.finish()).map_err(|error| raise(py, error))
+        match Arc::try_unwrap(session) {
+            Ok(session) => py.detach(|| session.finish()).map_err(|error| raise(py, error)),
+            Err(shared) => {
+                *self.inner.lock().unwrap_or_else(PoisonError::into_inner) = Some(shared);
+                Err(PyRuntimeError::new_err("another thread is still using this session"))
+            }
+        }
     }
 
     /// Stops the job and tells every worker why.
-    fn abort(&self, py: Python<'_>, reason: &str) {
-        let Some(session) = self.take() else { return };
+    fn abort(&self, py: Python<'_>, reason: &str) -> PyResult<()> {
+        if std::process::id() != self.process {
+            return Err(raise(py, poseidon::Error::Forked { owner: self.process }));
+        }
+        let Some(session) = self.take() else { return Ok(()) };
         py.detach(|| match Arc::try_unwrap(session) {
             Ok(session) => session.abort(reason),
             // A thread waits for a layer; its wait ends with the reason.
             Err(shared) => shared.cancel(reason),
         });
+        Ok(())
     }
 }
 
@@ -532,26 +555,6 @@ fn budget(text: Option<&str>) -> PyResult<Option<Rate>> {
     Ok(rate)
 }
 
-/// The scheme for a fully connected layer among colocated workers, and why.
-#[pyfunction]
-#[pyo3(signature = (m, n, batch, workers, policy="auto", encoding="f32"))]
-fn choose(
-    m: usize,
-    n: usize,
-    batch: usize,
-    workers: u16,
-    policy: &str,
-    encoding: &str,
-) -> PyResult<(String, String)> {
-    let cluster = Cluster::new(workers, Servers::Colocated, 1).map_err(value_error)?;
-    let encodings = Encodings::both(encoding.parse().map_err(value_error)?);
-    let layer = Layer { kind: LayerKind::Fc { m, n }, ..Layer::new("", m * n) };
-    let layer = layer.encoded(encodings);
-    let policy: Policy = policy.parse().map_err(value_error)?;
-    let choice = scheme::compare(&layer, &cluster, Some(batch), policy);
-    Ok((choice.scheme.to_string(), choice.reason))
-}
-
 /// A checksum of the bytes of a tensor: where they are, how many, and who keeps them alive.
 #[pyfunction]
 fn checksum(py: Python<'_>, address: usize, bytes: usize, owner: Py<PyAny>) -> PyResult<u64> {
@@ -572,12 +575,15 @@ fn checksum(py: Python<'_>, address: usize, bytes: usize, owner: Py<PyAny>) -> P
 
 #[pymodule]
 fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    log::start()?;
     module.add("__version__", env!("CARGO_PKG_VERSION"))?;
     module.add_class::<Session>()?;
-    module.add_function(wrap_pyfunction!(choose, module)?)?;
+    module.add_function(wrap_pyfunction!(choices::choose, module)?)?;
     module.add_function(wrap_pyfunction!(checksum, module)?)?;
+    module.add_function(wrap_pyfunction!(choices::lets_workers_be_apart, module)?)?;
     module.add_function(wrap_pyfunction!(device::copy_speed, module)?)?;
     group::register(module)?;
     checkpoint::register(module)?;
+    observed::register(module)?;
     errors::register(module)
 }

@@ -1,6 +1,7 @@
 """Workers that do different things: each of them says what, whose fault it was ends first, and nobody waits for a deadline."""
 
 import atexit
+import os
 import time
 from pathlib import Path
 
@@ -139,3 +140,18 @@ def different(what):
 def test_models_that_differ_are_told_apart(what, words):
     for _, said, errors in attempt(different, 2, what=what, environment={"POSEIDON_TIMEOUT": "600"}):
         assert said is not None and all(word in said for word in words), (said, errors)
+
+
+def comes_late():
+    import poseidon.torch as psd
+
+    if os.environ["RANK"] == "1":
+        # Longer than nobody is told about it.
+        time.sleep(8)
+    psd.init()
+    psd.shutdown()
+
+
+def test_waiting_says_for_whom():
+    (_, _, errors), _ = attempt(comes_late, 2)
+    assert "waiting for worker 1, 1 of 2 have joined" in errors, errors

@@ -13,6 +13,7 @@ from cluster import run
 from models import Mlp, batches
 from test_gradients import HABITS, STEPPED, edit_one_number_on_one_worker, edit_with_numpy, same_as_stock
 from test_groups import check_sides, side_by_side, uneven_with_groups, unused
+from test_staleness import check_ahead, wrapped
 from torch import nn
 from torch.nn import functional as F
 
@@ -171,6 +172,57 @@ def test_gradients_are_what_torch_makes_of_them(scheme, beside):
         assert all(how and ("sfb" in how) == (scheme == "sfb") for how in schemes.values()), schemes
 
 
+# Some milliseconds of a GPU.
+LATE = 5_000_000
+
+
+def late_streams(lags, **options):
+    """`same_as_stock`, while one of the streams lags behind: what does not wait for it is done too early."""
+    from poseidon.torch._backward import Backward
+    from poseidon.torch._checksum import Trace
+    from poseidon.torch._device import Beside
+    from poseidon.torch._layers import Unit
+    from poseidon.torch._parallel import DistributedDataParallel
+
+    def be_late(_):
+        # What was given to the stream before is done now, what follows comes late.
+        torch.cuda.current_stream().synchronize()
+        torch.cuda._sleep(LATE)
+
+    def before(owner, name, lag=be_late):
+        original = getattr(owner, name)
+
+        def late(self, *arguments):
+            lag(self)
+            return original(self, *arguments)
+
+        setattr(owner, name, late)
+
+    def lag_beside(unit):
+        with torch.cuda.stream(Beside.stream(unit.device)):
+            torch.cuda._sleep(LATE)
+
+    def lag_of_torch(model):
+        for end in model._ends:
+            end.register_prehook(be_late)
+
+    if lags == "program":
+        before(Trace, "leave")
+        before(Unit, "send_factors")
+    elif lags == "torch":
+        # The stream on which torch adds to gradients, and on which they are sent.
+        before(Backward, "_on_gradient")
+        before(DistributedDataParallel, "forward", lambda model: lag_of_torch(model) if not model._watched else None)
+    else:
+        before(Unit, "_rebuild", lag_beside)
+    return same_as_stock(**options)
+
+
+@pytest.mark.parametrize("lags", ["program", "torch", "beside"])
+def test_no_stream_overtakes_another(lags):
+    run(late_streams, 3, timeout=300, lags=lags, habits=names(HABITS), scheme="sfb", device="cuda", beside=True)
+
+
 def test_gradients_are_what_torch_makes_of_them_with_steps_on_the_shards():
     run(same_as_stock, 3, timeout=300, habits=names(STEPPED), scheme="sfb", update="server", device="cuda")
 
@@ -228,6 +280,29 @@ def resumed():
 def test_training_resumes_bit_by_bit():
     for worst in run(resumed, 2, timeout=240):
         assert max(worst.values()) == 0.0, worst
+
+
+def test_workers_go_ahead_of_a_slow_one(tmp_path):
+    # By the bytes alone, the first layer would go by factors.
+    options = dict(scheme="auto", sync="ssp:2", lead=2, device="cuda", hidden=4096)
+    for rule in ("sgd", "adamw"):
+        (tmp_path / rule).mkdir()
+        check_ahead(tmp_path / rule, rule=rule, **options)
+
+
+def factors_apart():
+    import poseidon.torch as psd
+
+    psd.init()
+    try:
+        wrapped("sgd", "ssp:2", "sfb", device="cuda")
+    except ValueError as error:
+        return str(error)
+
+
+def test_factors_of_workers_at_different_steps_are_refused_in_words():
+    for words in run(factors_apart, 2):
+        assert 'scheme="auto"' in words and "ssp:2" in words, words
 
 
 def collectives():

@@ -347,7 +347,7 @@ def test_a_penalty_that_comes_after_the_factors_on_the_shards_is_an_error():
 
 
 def whole_gradients_as_factors():
-    from poseidon.torch._layers import as_factors
+    from poseidon.torch._factors import as_factors
 
     for shape in ((5, 9), (9, 5), (6, 6)):
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
@@ -438,7 +438,7 @@ class Owner:
 
 def test_a_gpu_is_awaited_once_for_all_layers():
     from poseidon.torch._checksum import Trace
-    from poseidon.torch._layers import Factored, settle, take_gradients
+    from poseidon.torch._factors import Factored, settle, take_gradients
 
     torch.manual_seed(0)
     owner = Owner()

@@ -117,6 +117,36 @@ def test_a_forked_child_leaves_by_itself():
     assert run(fork, 2) == [0, 0]
 
 
+def use_after_fork():
+    import poseidon
+    from poseidon.torch._job import Job
+
+    psd, model = start()
+    step(model)
+    session = Job.get()
+
+    def is_refused(call):
+        try:
+            call()
+        except poseidon.PoseidonError as error:
+            return f"belongs to process {os.getppid()}" in str(error)
+        return False
+
+    child = os.fork()
+    if child == 0:
+        calls = [session.finish, lambda: session.abort("enough"), lambda: session.gather("topic", "1")]
+        # Twice: a session that was refused is still there.
+        os._exit(0 if all(is_refused(call) for call in calls + calls) else 1)
+    _, status = os.waitpid(child, 0)
+    step(model)
+    psd.shutdown()
+    return status
+
+
+def test_a_forked_child_does_not_act_as_its_parent():
+    assert run(use_after_fork, 2) == [0, 0]
+
+
 def state_afterwards():
     psd, model = start(update="server")
     optimizer = psd.SGD(model.parameters(), lr=0.1, momentum=0.9)

@@ -7,7 +7,7 @@ mod payload;
 mod report;
 mod scale;
 mod servers;
-mod simulate;
+pub(crate) mod simulate;
 mod worker;
 
 use std::process::ExitCode;

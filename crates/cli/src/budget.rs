@@ -1,6 +1,7 @@
 //! `poseidon budget`: changes what a running job may send.
 
 use crate::running_job::RunningJob;
+use crate::terminal::say;
 use poseidon::coordinator::set_bandwidth_budget;
 use poseidon::{Limit, NodeId};
 use std::process::ExitCode;
@@ -33,10 +34,10 @@ pub(crate) fn run(args: Args) -> anyhow::Result<ExitCode> {
     let (address, keys, node) = (&config.coordinator, config.credentials(), args.node.map(NodeId));
     let told = set_bandwidth_budget(address, &keys, args.budget.0, node, patience)?;
     let told: Vec<_> = told.iter().map(ToString::to_string).collect();
-    match told.len() {
-        0 => println!("nobody was told: the nodes have left the job"),
-        _ => println!("nodes {}: {}", told.join(", "), args.budget),
-    }
+    say(&match told.len() {
+        0 => "nobody was told: the nodes have left the job\n".into(),
+        _ => format!("nodes {}: {}\n", told.join(", "), args.budget),
+    })?;
     Ok(ExitCode::SUCCESS)
 }
 

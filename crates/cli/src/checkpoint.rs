@@ -2,14 +2,14 @@
 
 use crate::report::units;
 use crate::terminal::columns::table;
-use crate::terminal::printable;
+use crate::terminal::{printable, say};
 use anyhow::{anyhow, bail};
 use clap::Subcommand;
 use indicatif::{ProgressBar, ProgressStyle};
 use poseidon_checkpoint::{Checkpoint, Error, LayerFacts, State, Storage, Summary, list, open};
 use serde_json::json;
 use std::fmt::Write as _;
-use std::io::{self, IsTerminal, Write};
+use std::io::{self, IsTerminal};
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::sync::Arc;
@@ -138,7 +138,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<ExitCode> {
             )
         }
     };
-    io::stdout().write_all(text.as_bytes())?;
+    say(&text)?;
     Ok(ExitCode::SUCCESS)
 }
 

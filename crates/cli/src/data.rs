@@ -1,5 +1,6 @@
 //! `poseidon data`: what data sets there are, what is in them, and how to get them.
 
+use crate::terminal::say;
 use anyhow::{Context, bail};
 use clap::Subcommand;
 use indicatif::{ProgressBar, ProgressStyle};
@@ -85,7 +86,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<ExitCode> {
             show(&source, &*train, test.as_deref())?
         }
     };
-    io::stdout().write_all(text.as_bytes())?;
+    say(&text)?;
     Ok(ExitCode::SUCCESS)
 }
 

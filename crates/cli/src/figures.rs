@@ -9,12 +9,12 @@ mod zero_compute;
 
 use crate::plan::simulate_all;
 use crate::report::write_whole;
+use crate::terminal::{printable, say};
 use anyhow::Context;
 use figure::{Figure, Record};
 use indicatif::{ProgressBar, ProgressStyle};
 use poseidon_sim::Setup;
 use std::fs;
-use std::io::{self, Write};
 use std::path::PathBuf;
 use std::process::ExitCode;
 
@@ -48,15 +48,15 @@ pub(crate) fn run(args: Args) -> anyhow::Result<ExitCode> {
 
     let mut records: Vec<Record<'_>> = Vec::new();
     for figure in &figures {
-        write_whole(&args.out, &format!("{}.csv", figure.id), figure.csv().as_bytes())?;
-        write_whole(&args.out, &format!("{}.svg", figure.id), chart::draw(figure).as_bytes())?;
+        write_whole(&args.out.join(format!("{}.csv", figure.id)), figure.csv().as_bytes())?;
+        write_whole(&args.out.join(format!("{}.svg", figure.id)), chart::draw(figure).as_bytes())?;
         records.extend(figure.records());
     }
     let mut summary = serde_json::to_vec_pretty(&records)?;
     summary.push(b'\n');
-    write_whole(&args.out, "summary.json", &summary)?;
-    let index = write_whole(&args.out, "index.html", index::page(&figures).as_bytes())?;
-    writeln!(io::stdout(), "{} figures: {}", figures.len(), index.display())?;
+    write_whole(&args.out.join("summary.json"), &summary)?;
+    let index = write_whole(&args.out.join("index.html"), index::page(&figures).as_bytes())?;
+    say(&format!("{} figures: {}\n", figures.len(), printable(&index.display().to_string())))?;
     Ok(ExitCode::SUCCESS)
 }
 

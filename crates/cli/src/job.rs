@@ -27,10 +27,23 @@ pub(crate) struct Size {
     pub(crate) address: IpAddr,
 }
 
+/// The processes of a job that one host has.
+#[derive(Clone, Debug)]
+pub(crate) struct Share {
+    /// The host's name.
+    pub(crate) host: String,
+    /// The rank of its first worker.
+    pub(crate) first: u16,
+    pub(crate) workers: u16,
+    /// The indices of its dedicated servers.
+    pub(crate) servers: Vec<u16>,
+}
+
 struct Facts {
     size: Size,
     coordinator: SocketAddr,
-    master: SocketAddr,
+    /// Host and port of torch's own store, which rank 0 serves.
+    master: (String, u16),
     secret: String,
     name: String,
     own_program: PathBuf,
@@ -40,31 +53,55 @@ struct Facts {
 const PATIENCE: Duration = Duration::from_secs(60);
 
 impl Job {
-    /// Starts the coordinator. The processes are started by whoever asked.
+    /// Starts the coordinator of a job on this machine. The processes are started by whoever asked.
     pub(crate) fn start(size: Size) -> anyhow::Result<Self> {
+        let listening = Self::listen(size)?;
+        // While the coordinator listens at its own port, this one is another.
+        let master = free_port(size.address)?;
+        listening.meet(size, (master.ip().to_string(), master.port()))
+    }
+
+    /// The same for a job on several hosts. Rank 0 serves torch's own store at `master`.
+    pub(crate) fn start_on_hosts(size: Size, master: (String, u16)) -> anyhow::Result<Self> {
+        Self::listen(size)?.meet(size, master)
+    }
+
+    fn listen(size: Size) -> anyhow::Result<Listening> {
         // Without a number of lanes each process chooses its own; any number will do for this check.
         Cluster::new(size.workers, size.servers, size.lanes.unwrap_or(1))?;
         let secret = Secret::random().context("the system gave no random bytes")?;
         let name = format!("launch-{}", std::process::id());
         let door = credentials(&name, secret.clone());
         let coordinator = Coordinator::bind(size.address, 0, door, PATIENCE)?;
-        let facts = Facts {
-            size,
-            coordinator: coordinator.address(),
-            master: free_port(size.address)?,
-            secret: secret.expose().to_string(),
-            name,
-            own_program: std::env::current_exe()
-                .context("cannot find the poseidon command itself")?,
-        };
-        Ok(Self { facts, _coordinator: coordinator })
+        Ok(Listening { coordinator, secret, name })
+    }
+
+    /// Where the coordinator listens.
+    pub(crate) fn coordinator(&self) -> SocketAddr {
+        self.facts.coordinator
     }
 
     /// All processes: `command` makes each worker's. Workers come first: a command that cannot be
     /// run then leaves nothing to clean up.
     pub(crate) fn processes(&self, command: impl Fn() -> Command) -> Vec<Process> {
-        let workers = (0..self.facts.size.workers).map(|rank| self.facts.worker(rank, command()));
-        let servers = (0..self.facts.size.servers.extra()).map(|index| self.facts.server(index));
+        let Size { workers, servers, .. } = self.facts.size;
+        let everything = Share {
+            host: String::new(),
+            first: 0,
+            workers,
+            servers: (0..servers.extra()).collect(),
+        };
+        self.processes_of(&everything, command)
+    }
+
+    /// The processes of one host, in the same order.
+    pub(crate) fn processes_of(
+        &self,
+        share: &Share,
+        command: impl Fn() -> Command,
+    ) -> Vec<Process> {
+        let workers = (0..share.workers).map(|local| self.facts.worker(share, local, command()));
+        let servers = share.servers.iter().map(|index| self.facts.server(share, *index));
         workers.chain(servers).collect()
     }
 
@@ -74,7 +111,30 @@ impl Job {
     }
 }
 
-/// A port nobody listens at now. While the coordinator listens at its own, this one is another.
+/// A coordinator that listens, before the processes' facts are known.
+struct Listening {
+    coordinator: Coordinator,
+    secret: Secret,
+    name: String,
+}
+
+impl Listening {
+    fn meet(self, size: Size, master: (String, u16)) -> anyhow::Result<Job> {
+        let Self { coordinator, secret, name } = self;
+        let facts = Facts {
+            size,
+            coordinator: coordinator.address(),
+            master,
+            secret: secret.expose().to_string(),
+            name,
+            own_program: std::env::current_exe()
+                .context("cannot find the poseidon command itself")?,
+        };
+        Ok(Job { facts, _coordinator: coordinator })
+    }
+}
+
+/// A port nobody listens at now.
 fn free_port(address: IpAddr) -> anyhow::Result<SocketAddr> {
     let listener = TcpListener::bind((address, 0));
     listener
@@ -83,33 +143,35 @@ fn free_port(address: IpAddr) -> anyhow::Result<SocketAddr> {
 }
 
 impl Facts {
-    fn worker(&self, rank: u16, mut command: Command) -> Process {
-        self.describe(&mut command);
+    /// The worker of number `local` on its host.
+    fn worker(&self, share: &Share, local: u16, mut command: Command) -> Process {
+        let rank = share.first + local;
+        self.describe(share, &mut command);
         command.env("RANK", rank.to_string());
-        command.env("LOCAL_RANK", rank.to_string());
+        command.env("LOCAL_RANK", local.to_string());
         command.env_remove("POSEIDON_SERVER");
-        let label = rank.to_string();
-        Process { name: format!("worker {rank}"), label, command, role: Role::Worker, draws: false }
+        let (name, label) = (share.on_host(format!("worker {rank}")), rank.to_string());
+        Process { name, label, command, role: Role::Worker, draws: false }
     }
 
-    fn server(&self, index: u16) -> Process {
+    fn server(&self, share: &Share, index: u16) -> Process {
         let mut command = Command::new(&self.own_program);
         command.arg("serve");
-        self.describe(&mut command);
+        self.describe(share, &mut command);
         command.env("POSEIDON_SERVER", index.to_string());
         command.env_remove("RANK");
         command.env_remove("LOCAL_RANK");
-        let name = format!("server {index}");
-        Process { label: name.clone(), name, command, role: Role::Server, draws: false }
+        let label = format!("server {index}");
+        let name = share.on_host(label.clone());
+        Process { name, label, command, role: Role::Server, draws: false }
     }
 
-    fn describe(&self, command: &mut Command) {
-        let workers = self.size.workers.to_string();
+    fn describe(&self, share: &Share, command: &mut Command) {
         command
-            .env("WORLD_SIZE", &workers)
-            .env("LOCAL_WORLD_SIZE", &workers)
-            .env("MASTER_ADDR", self.master.ip().to_string())
-            .env("MASTER_PORT", self.master.port().to_string())
+            .env("WORLD_SIZE", self.size.workers.to_string())
+            .env("LOCAL_WORLD_SIZE", share.workers.to_string())
+            .env("MASTER_ADDR", &self.master.0)
+            .env("MASTER_PORT", self.master.1.to_string())
             .env("POSEIDON_COORDINATOR", self.coordinator.to_string())
             .env("POSEIDON_COORDINATOR_SERVED", "1")
             .env("POSEIDON_SECRET", &self.secret)
@@ -126,6 +188,13 @@ impl Facts {
     }
 }
 
+impl Share {
+    /// What a process is called where there are several hosts.
+    fn on_host(&self, name: String) -> String {
+        if self.host.is_empty() { name } else { format!("{name} on {}", self.host) }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -136,11 +205,16 @@ mod tests {
         Facts {
             size: Size { workers: 3, servers: Servers::Mixed(2), lanes, budget: None, address },
             coordinator: "127.0.0.1:5000".parse().unwrap(),
-            master: "127.0.0.1:5001".parse().unwrap(),
+            master: ("127.0.0.1".into(), 5001),
             secret: "5ec2e7".into(),
             name: "launch-1".into(),
             own_program: "/bin/poseidon".into(),
         }
+    }
+
+    /// All three workers, on this machine.
+    fn here() -> Share {
+        Share { host: String::new(), first: 0, workers: 3, servers: vec![0, 1] }
     }
 
     /// What is set (`Some`) and what is removed (`None`).
@@ -166,7 +240,7 @@ mod tests {
 
     #[test]
     fn a_server_is_told_its_index_and_no_rank() {
-        let server = facts(Some(4)).server(1);
+        let server = facts(Some(4)).server(&here(), 1);
         let own = [
             ("POSEIDON_LANES", Some("4")),
             ("POSEIDON_SERVER", Some("1")),
@@ -187,7 +261,9 @@ mod tests {
             let mut facts = facts(None);
             let limit: Limit = limit.parse().unwrap();
             facts.size.budget = Some(limit);
-            for process in [facts.server(0), facts.worker(0, Command::new("prog"))] {
+            for process in
+                [facts.server(&here(), 0), facts.worker(&here(), 0, Command::new("prog"))]
+            {
                 assert_eq!(environment(&process)["POSEIDON_BANDWIDTH_BUDGET"], Some(text));
                 assert_eq!(text.parse(), Ok(limit));
             }
@@ -198,10 +274,23 @@ mod tests {
     fn a_worker_is_told_its_rank_and_no_server_index() {
         let mut program = Command::new("prog");
         program.arg("-x");
-        let worker = facts(None).worker(2, program);
+        let worker = facts(None).worker(&here(), 2, program);
         let own = [("RANK", Some("2")), ("LOCAL_RANK", Some("2")), ("POSEIDON_SERVER", None)];
         assert_eq!(environment(&worker), BTreeMap::from_iter(EVERYBODY.into_iter().chain(own)));
         assert_eq!(worker.command.get_program(), "prog");
         assert_eq!(worker.command.get_args().collect::<Vec<_>>(), ["-x"]);
+    }
+
+    #[test]
+    fn a_worker_of_another_host_is_told_its_place_there() {
+        let share = Share { host: "b".into(), first: 2, workers: 1, servers: Vec::new() };
+        let worker = facts(None).worker(&share, 0, Command::new("prog"));
+        let told = environment(&worker);
+        for (name, value) in
+            [("RANK", "2"), ("WORLD_SIZE", "3"), ("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "1")]
+        {
+            assert_eq!(told[name], Some(value), "{name}");
+        }
+        assert_eq!((worker.name.as_str(), worker.label.as_str()), ("worker 2 on b", "2"));
     }
 }

@@ -13,6 +13,8 @@ pub(crate) use switch::Faults;
 use crate::bandwidth::Bandwidth;
 use crate::plan::duration;
 use crate::supervise::{self, Options};
+use crate::terminal::say;
+use crate::threads::Threads;
 use anyhow::bail;
 use cluster::MOST_RANKS;
 use std::ffi::OsString;
@@ -27,7 +29,8 @@ use switch::{Counts, LATE, Probability};
 /// reach each other and nothing else; files, processors and memory are this machine's. CMD finds in
 /// its environment what torchrun would tell it (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE,
 /// MASTER_ADDR, MASTER_PORT) and a secret for the cluster (POSEIDON_SECRET), so poseidon and
-/// torch.distributed programs run as they are. Its lines are printed with its rank before them.
+/// torch.distributed programs run as they are. Its lines are printed with its rank before them. If
+/// OMP_NUM_THREADS is not set, all processes share this machine's cores.
 ///
 /// When a node's command fails, the others are ended within two seconds, and the exit status is that
 /// command's. Ctrl-C is passed on; a second one kills. Nothing stays behind, not even after a crash,
@@ -180,6 +183,7 @@ impl LabError {
 pub(crate) fn run(args: Args) -> anyhow::Result<ExitCode> {
     let ranks = ranks_by_node(args.nodes, &args.ranks)?;
     Lab::prepare()?;
+    let threads = Threads::shared_by(ranks.iter().sum());
     let lab = Lab::up(&LabSpec {
         ranks,
         rate: args.rate,
@@ -196,13 +200,14 @@ pub(crate) fn run(args: Args) -> anyhow::Result<ExitCode> {
     let command = || {
         let mut command = Command::new(&args.command[0]);
         command.args(&args.command[1..]);
+        threads.describe(&mut command);
         command
     };
     let outcome = supervise::run(lab.processes(command)?, Options::default())?;
     match lab.carried() {
         Ok(carried) if args.bytes => {
             for (node, Carried { sent, received }) in carried.iter().enumerate() {
-                println!("{node} {sent} {received}");
+                say(&format!("{node} {sent} {received}\n"))?;
             }
         }
         Ok(carried) => tracing::info!("{}", closing_line(&carried)),

@@ -7,11 +7,17 @@ mod bandwidth;
 mod bench;
 mod budget;
 mod checkpoint;
+mod completions;
 mod data;
+mod doctor;
+#[cfg(test)]
+mod documented_commands;
 mod figures;
 mod job;
+mod job_report;
 mod lab;
 mod launch;
+mod man;
 mod orphan;
 mod plan;
 mod profile;
@@ -21,6 +27,7 @@ mod running_job;
 mod serve;
 mod supervise;
 mod terminal;
+mod threads;
 mod train;
 
 use anyhow::Context;
@@ -47,10 +54,14 @@ enum Command {
     Checkpoint(checkpoint::Args),
     Launch(launch::Args),
     Lab(lab::Args),
+    Doctor(doctor::Args),
     Serve(serve::Args),
     Query(query::Args),
     Budget(budget::Args),
+    Report(job_report::Args),
     Bench(bench::Args),
+    Completions(completions::Args),
+    Man(man::Args),
 }
 
 impl Command {
@@ -64,24 +75,46 @@ impl Command {
             Self::Checkpoint(args) => checkpoint::run(args),
             Self::Launch(args) => launch::run(args),
             Self::Lab(args) => lab::run(args),
+            Self::Doctor(args) => doctor::run(args),
             Self::Serve(args) => serve::run(args),
             Self::Query(args) => query::run(args),
             Self::Budget(args) => budget::run(args),
+            Self::Report(args) => job_report::run(args),
             Self::Bench(args) => bench::run(args),
+            Self::Completions(args) => completions::run(args),
+            Self::Man(args) => man::run(args),
         }
     }
 }
 
 fn main() -> ExitCode {
-    let cli = Cli::parse();
-    match start_log().and_then(|()| cli.command.run()) {
+    match run() {
         Ok(code) => code,
         Err(error) => {
+            let words = terminal::printable_lines(&format!("{error:#}"));
             // Nobody is left to tell if stderr is closed.
-            let _ = writeln!(io::stderr(), "error: {error:#}");
+            let _ = writeln!(io::stderr(), "error: {words}");
             ExitCode::FAILURE
         }
     }
+}
+
+fn run() -> anyhow::Result<ExitCode> {
+    if launch::is_host(std::env::args_os()) {
+        start_log()?;
+        return launch::run_as_host();
+    }
+    let cli = match Cli::try_parse() {
+        Ok(cli) => cli,
+        Err(error) if error.use_stderr() => error.exit(),
+        // Help, and the version.
+        Err(text) => {
+            terminal::said(text.print())?;
+            return Ok(ExitCode::SUCCESS);
+        }
+    };
+    start_log()?;
+    cli.command.run()
 }
 
 /// Logs to stderr, so that stdout carries only what the user asked for.
@@ -123,6 +156,9 @@ Examples:
 
   The same on four virtual machines with 1 Gbit/s between them:
     poseidon lab --nodes 4 --rate 1gbit -- python train.py --epochs 10
+
+  See what a job does, layer by layer; launch makes a page of it:
+    POSEIDON_REPORT=seen poseidon launch -n 4 -- python train.py
 
   See what a subcommand can do:
     poseidon launch --help

@@ -3,6 +3,7 @@
 mod advice;
 mod copies;
 mod described;
+mod device;
 mod fold;
 mod forecast;
 mod links;
@@ -17,7 +18,7 @@ pub(crate) use question::{Question, duration, file, positive, queue};
 
 use crate::bandwidth::Bandwidth;
 use crate::report::write_whole;
-use anyhow::Context;
+use crate::terminal::say;
 use copies::CopyUse;
 use forecast::{Effort, Forecast, LayerForecast};
 use links::LinkUse;
@@ -25,8 +26,7 @@ use poseidon_sim::{Bottleneck, Places, Profile, profile};
 use question::Flags;
 use racks::RackChoice;
 use serde::Serialize;
-use std::io::{self, Write};
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::process::ExitCode;
 
 /// Predict how fast a model trains on a cluster, and what would make it faster.
@@ -69,7 +69,7 @@ pub(crate) struct Args {
 /// Predicts, and shows what was predicted.
 pub(crate) fn run(args: Args) -> anyhow::Result<ExitCode> {
     if args.print_model {
-        io::stdout().write_all(args.flags.model_text()?.as_bytes())?;
+        say(&args.flags.model_text()?)?;
         return Ok(ExitCode::SUCCESS);
     }
     let question = Question::new(&args.flags)?;
@@ -79,22 +79,14 @@ pub(crate) fn run(args: Args) -> anyhow::Result<ExitCode> {
     let effort = Effort { search: args.search, thorough: args.thorough };
     let forecast = Forecast::new(&question, effort)?;
     if let Some(path) = &args.report {
-        write(path, &page::page(&question, &forecast))?;
+        write_whole(path, page::page(&question, &forecast).as_bytes())?;
     }
     let shown = match args.json {
         true => serde_json::to_string_pretty(&Answer::new(&question, &forecast))? + "\n",
         false => text::text(&question, &forecast, args.report.as_deref()),
     };
-    io::stdout().write_all(shown.as_bytes()).context("cannot print the plan")?;
+    say(&shown)?;
     Ok(ExitCode::SUCCESS)
-}
-
-fn write(path: &Path, page: &str) -> anyhow::Result<()> {
-    let name =
-        path.file_name().and_then(|name| name.to_str()).context("--report needs a file name")?;
-    let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty());
-    write_whole(folder.unwrap_or(Path::new(".")), name, page.as_bytes())?;
-    Ok(())
 }
 
 /// What `--json` prints. The names are a contract with those who read it. Times are in seconds,
@@ -136,6 +128,12 @@ struct Answer<'a> {
     racks: Option<&'a RackChoice>,
     /// What is copied between a worker's device and its host. `null` if nothing is.
     copies: Option<CopyUse>,
+    /// The same job on another device, where no --profile was given.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    beside: Option<&'a forecast::Beside>,
+    /// Why no bandwidth suffices, where none does.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    never_enough: Option<&'a str>,
     layers: &'a [LayerForecast],
     advice: &'a [advice::Advice],
     by_workers: &'a [forecast::Point],
@@ -155,7 +153,7 @@ struct Searched<'a> {
 
 impl<'a> Answer<'a> {
     fn new(question: &'a Question, forecast: &'a Forecast) -> Self {
-        let Forecast { setup, outcome, layers, racks, copies, beyond, found } = forecast;
+        let Forecast { setup, outcome, layers, racks, copies, beyond, found, .. } = forecast;
         let places = Places::of(&setup.cluster);
         let search = found.as_ref().map(|found| Searched {
             formula_seconds: found.formula_seconds,
@@ -192,6 +190,8 @@ impl<'a> Answer<'a> {
             rack_link: LinkUse::of_rack(setup, outcome),
             racks: racks.as_ref(),
             copies: *copies,
+            beside: forecast.beside.as_ref(),
+            never_enough: beyond.as_ref().and_then(|b| b.never_enough.as_deref()),
             layers,
             advice: beyond.as_ref().map_or(&[], |b| &b.advice),
             by_workers: beyond.as_ref().map_or(&[], |b| &b.by_workers),

@@ -2,11 +2,11 @@
 
 use crate::plan::file;
 use crate::report::write_whole;
+use crate::terminal::say;
 use anyhow::{Context, bail};
-use poseidon_sim::{Model, Profile, zoo};
+use poseidon_sim::{Model, Profile, read_text, zoo};
 use std::fs;
-use std::io::{self, Write};
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::process::{Command, ExitCode, Stdio};
 
 /// Measure how long this machine takes for the layers of a model, for 'poseidon plan --profile'.
@@ -53,9 +53,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<ExitCode> {
     }
     for (i, name) in args.models.iter().enumerate() {
         let text = match file(name, "json") {
-            Some(path) => {
-                fs::read_to_string(path).with_context(|| format!("cannot read {name}"))?
-            }
+            Some(path) => read_text(path).with_context(|| format!("cannot read {name}"))?,
             None => {
                 Model::named(name)?;
                 zoo::text(name).unwrap_or_default().to_owned()
@@ -79,12 +77,9 @@ pub(crate) fn run(args: Args) -> anyhow::Result<ExitCode> {
     // Better found out now than when it is used.
     Profile::parse(&text, "the measured profile")?;
     match &args.out {
-        None => io::stdout().write_all(text.as_bytes())?,
+        None => say(&text)?,
         Some(path) => {
-            let name = path.file_name().and_then(|name| name.to_str());
-            let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty());
-            let name = name.context("--out needs a file name")?;
-            write_whole(folder.unwrap_or(Path::new(".")), name, text.as_bytes())?;
+            write_whole(path, text.as_bytes())?;
         }
     }
     Ok(ExitCode::SUCCESS)

@@ -5,7 +5,7 @@ mod tree;
 use crate::report::units;
 use crate::running_job::RunningJob;
 use crate::terminal::columns::table;
-use crate::terminal::printable;
+use crate::terminal::{printable, say};
 use anyhow::bail;
 use poseidon::coordinator::query;
 use poseidon::{PlacedChunk, PlannedLayer, PlannedPort};
@@ -44,20 +44,24 @@ pub(crate) fn run(args: Args) -> anyhow::Result<ExitCode> {
     let credentials = config.credentials();
     let ask = |key: &str| Ok(query(&config.coordinator, &credentials, key, patience)?);
     let Some(answer) = ask(&args.key)? else { bail!(what_there_is(&args.key, ask)?) };
-    match &*args.key {
-        "plan" if !args.json => {
-            print!("{}", plan_table(&serde_json::from_value::<Vec<_>>(answer)?))
-        }
-        "chunks" if !args.json => {
-            print!("{}", chunk_table(&serde_json::from_value::<Vec<_>>(answer)?))
-        }
-        "ports" if !args.json => {
-            print!("{}", port_table(&serde_json::from_value::<Vec<_>>(answer)?))
-        }
-        "tree" if !args.json => print!("{}", tree::tree_text(&serde_json::from_value(answer)?)),
-        _ => println!("{answer:#}"),
-    }
+    say(&match &*args.key {
+        "plan" if !args.json => plan_table(&serde_json::from_value::<Vec<_>>(answer)?),
+        "chunks" if !args.json => chunk_table(&serde_json::from_value::<Vec<_>>(answer)?),
+        "ports" if !args.json => port_table(&serde_json::from_value::<Vec<_>>(answer)?),
+        "tree" if !args.json => tree::tree_text(&serde_json::from_value(answer)?),
+        _ => format!("{answer:#}\n").chars().map(escaped).collect(),
+    })?;
     Ok(ExitCode::SUCCESS)
+}
+
+/// JSON may have control characters of the terminal as they are, if they are not ASCII. They stand
+/// only in strings, where JSON has another way to write them.
+fn escaped(c: char) -> String {
+    match c {
+        '\n' => c.into(),
+        _ if printable(c.encode_utf8(&mut [0; 4])).starts_with(c) => c.into(),
+        _ => format!("\\u{:04x}", u32::from(c)),
+    }
 }
 
 /// Why `key` has no answer: how far the path leads, and what goes on from there.

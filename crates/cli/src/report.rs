@@ -1,9 +1,11 @@
 //! What a training run was and what came of it: `report.json` for programs, `report.html` for
-//! people.
+//! people. And pages about any job, of what its nodes have `recorded`: `job_page`.
 
 pub(crate) mod bars;
 pub(crate) mod curves;
+pub(crate) mod job_page;
 pub(crate) mod page;
+pub(crate) mod recorded;
 mod rows;
 pub(crate) mod svg;
 pub(crate) mod timeline;
@@ -127,6 +129,19 @@ pub(crate) struct NodeReport {
     /// Time in which computing waited for communication.
     #[serde(deserialize_with = "number")]
     pub(crate) stall_seconds: f64,
+    /// Where slow workers may be dropped: how much of a worker's work counted.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) turnout: Option<TurnoutReport>,
+}
+
+/// How much of a worker's work counted. The run's steps that are in neither number were taken while the
+/// worker was still busy with an earlier one.
+#[derive(Clone, Copy, Debug, Serialize, Deserialize)]
+pub(crate) struct TurnoutReport {
+    pub(crate) steps_counted: u64,
+    /// Steps whose contribution came too late and was dropped.
+    pub(crate) steps_late: u64,
+    pub(crate) samples_counted: u64,
 }
 
 /// The training loss of one step.
@@ -211,8 +226,8 @@ impl Report {
             .with_context(|| format!("cannot make the report's folder {}", dir.display()))?;
         let mut json = serde_json::to_vec_pretty(self)?;
         json.push(b'\n');
-        write_whole(dir, "report.json", &json)?;
-        write_whole(dir, "report.html", page::page(self).as_bytes())
+        write_whole(&dir.join("report.json"), &json)?;
+        write_whole(&dir.join("report.html"), page::page(self).as_bytes())
     }
 
     /// What a node sends per step, on average.
@@ -248,21 +263,28 @@ pub(crate) fn set_aside(dir: &Path) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Puts `content` beside its destination and moves it there.
-pub(crate) fn write_whole(dir: &Path, name: &str, content: &[u8]) -> anyhow::Result<PathBuf> {
-    let path = dir.join(name);
-    let written = tempfile::Builder::new()
-        .prefix(&format!(".{name}."))
+/// Puts `content` beside its destination and moves it there. What is no file, such as a device, a
+/// pipe or a link to a file, stays what it is: `content` is written into it.
+pub(crate) fn write_whole(path: &Path, content: &[u8]) -> anyhow::Result<PathBuf> {
+    let written = match fs::symlink_metadata(path) {
+        Ok(there) if !there.is_file() => fs::write(path, content),
+        _ => replace(path, content),
+    };
+    written.with_context(|| format!("cannot write {}", path.display()))?;
+    Ok(path.into())
+}
+
+fn replace(path: &Path, content: &[u8]) -> std::io::Result<()> {
+    let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty());
+    let mut file = tempfile::Builder::new()
+        .prefix(".poseidon.")
         // As any other file, the umask decides: reports are made to be passed around.
         .permissions(Permissions::from_mode(0o666))
-        .tempfile_in(dir)
-        .and_then(|mut file| {
-            file.write_all(content)?;
-            file.as_file().sync_all()?;
-            Ok(file.persist(&path)?)
-        });
-    written.with_context(|| format!("cannot write {}", path.display()))?;
-    Ok(path)
+        .tempfile_in(folder.unwrap_or(Path::new(".")))?;
+    file.write_all(content)?;
+    file.as_file().sync_all()?;
+    file.persist(path)?;
+    Ok(())
 }
 
 /// The other half of writing numbers that are not finite as `null`.

@@ -18,12 +18,16 @@ mod output;
 mod run;
 mod signals;
 
-use run::Run;
+pub(crate) use run::wait_without_reaping;
+pub(crate) use signals::SignalListener;
+
+use run::{Event, Run};
 use rustix::process::Signal;
 use std::fmt;
 use std::io::{self, ErrorKind, Write};
 use std::process::{Command, ExitCode};
-use std::sync::mpsc;
+use std::sync::Arc;
+use std::sync::mpsc::{self, Receiver, Sender};
 
 /// A process to start.
 #[derive(Debug)]
@@ -50,10 +54,63 @@ pub(crate) enum Role {
 }
 
 /// How to run a set of processes.
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Clone, Debug, Default)]
 pub(crate) struct Options {
     /// Keep what processes write to stdout in [`Finished::stdout`] instead of passing it on.
     pub(crate) capture_stdout: bool,
+    /// Where lines and news go instead of our own stdout and stderr. If there is one, the processes
+    /// are a part of a larger run, which says when all workers have ended ([`Control::leave`]).
+    pub(crate) sink: Option<Arc<dyn Sink>>,
+    /// The place of the first process among those that have colours.
+    pub(crate) first_colour: usize,
+}
+
+/// Takes what processes print, and hears how they fare while they run.
+pub(crate) trait Sink: fmt::Debug + Send + Sync {
+    /// Takes whole lines, with the mark of their process.
+    fn lines(&self, stream: Stream, lines: Vec<u8>) -> io::Result<()>;
+    /// Whether marks are coloured.
+    fn wants_colour(&self, stream: Stream) -> bool;
+    /// A process has failed, and ends the run.
+    fn failed(&self, name: &str, end: End);
+    /// All workers have ended well.
+    fn workers_ended(&self);
+}
+
+/// Where a process wrote something.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Stream {
+    /// Its standard output.
+    Stdout,
+    /// Its standard error.
+    Stderr,
+}
+
+/// A run that has not begun.
+pub(crate) struct Supervisor {
+    events: Sender<Event>,
+    inbox: Receiver<Event>,
+}
+
+/// Tells a run what to do, from another thread. Nothing happens if it is over.
+#[derive(Clone)]
+pub(crate) struct Control(Sender<Event>);
+
+impl Control {
+    /// As if this process had got the signal.
+    pub(crate) fn signal(&self, signal: Signal) {
+        let _ = self.0.send(Event::Signal(signal));
+    }
+
+    /// Ends all processes, as after a failure.
+    pub(crate) fn end(&self) {
+        let _ = self.0.send(Event::End);
+    }
+
+    /// Workers have ended elsewhere too: servers may leave.
+    pub(crate) fn leave(&self) {
+        let _ = self.0.send(Event::Leave);
+    }
 }
 
 /// How a run ended.
@@ -78,6 +135,8 @@ pub(crate) struct Finished {
     pub(crate) stdout: Vec<u8>,
     /// The last lines it wrote to stderr.
     pub(crate) stderr_tail: Vec<Vec<u8>>,
+    /// Why lines of its stdout were not passed on, if they were not.
+    unwritten: Option<String>,
 }
 
 /// How a process ended.
@@ -121,15 +180,36 @@ pub(crate) enum SuperviseError {
 ///
 /// Termination signals are caught from here on, also after the return.
 pub(crate) fn run(processes: Vec<Process>, options: Options) -> Result<Outcome, SuperviseError> {
-    let (events, inbox) = mpsc::channel();
-    let _listener = signals::SignalListener::start(events.clone())
-        .map_err(|source| SuperviseError::Resource { what: "signal handler", source })?;
-    let mut run = Run::new();
-    for process in processes {
-        run.start(process, options, &events)?;
+    Supervisor::new().run(processes, options)
+}
+
+impl Supervisor {
+    pub(crate) fn new() -> Self {
+        let (events, inbox) = mpsc::channel();
+        Self { events, inbox }
     }
-    run.watch(&inbox);
-    Ok(run.into_outcome())
+
+    /// What others may tell the run.
+    pub(crate) fn control(&self) -> Control {
+        Control(self.events.clone())
+    }
+
+    /// As [`run`].
+    pub(crate) fn run(
+        self,
+        processes: Vec<Process>,
+        options: Options,
+    ) -> Result<Outcome, SuperviseError> {
+        let signals = self.events.clone();
+        let _listener = SignalListener::start(move |s| signals.send(Event::Signal(s)).is_ok())
+            .map_err(|source| SuperviseError::Resource { what: "signal handler", source })?;
+        let mut run = Run::new(options);
+        for process in processes {
+            run.start(process, &self.events)?;
+        }
+        run.watch(&self.inbox);
+        Ok(run.into_outcome())
+    }
 }
 
 impl Outcome {
@@ -148,15 +228,21 @@ impl Outcome {
         match (self.failure, self.interrupted) {
             (Some(first), _) => self.processes[first].end.status(),
             (None, Some(signal)) => End::Signal(signal.as_raw()).status(),
-            (None, None) => 0,
+            (None, None) => u8::from(self.unwritten().is_some()),
         }
+    }
+
+    fn unwritten(&self) -> Option<&String> {
+        self.processes.iter().find_map(|process| process.unwritten.as_ref())
     }
 
     /// What went wrong, for people: bytes, because it quotes the process that failed.
     pub(crate) fn report(&self) -> Option<Vec<u8>> {
         let Some(first) = self.failure else {
-            let signal = self.interrupted?.as_raw();
-            return Some(format!("stopped by {}", SignalName(signal)).into_bytes());
+            let unwritten =
+                |why: &String| format!("cannot write to standard output: {why}").into_bytes();
+            let Some(signal) = self.interrupted else { return self.unwritten().map(unwritten) };
+            return Some(format!("stopped by {}", SignalName(signal.as_raw())).into_bytes());
         };
         let Finished { name, end, stderr_tail, .. } = &self.processes[first];
         let mut report = format!("{name} {end}").into_bytes();
@@ -177,7 +263,7 @@ impl End {
     }
 
     /// As a shell would give it.
-    fn status(self) -> u8 {
+    pub(crate) fn status(self) -> u8 {
         match self {
             Self::Status(status) => status as u8,
             Self::Signal(signal) => 128 + signal as u8,
@@ -197,7 +283,7 @@ impl fmt::Display for End {
 }
 
 /// "signal 9 (SIGKILL)".
-struct SignalName(i32);
+pub(crate) struct SignalName(pub(crate) i32);
 
 impl fmt::Display for SignalName {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -241,7 +327,8 @@ mod tests {
     fn captured_output_is_whole_and_in_order() {
         let scripts = ["echo one; echo two", "seq 100000; printf end", "echo lost >&2; exit 0"];
         let processes = scripts.iter().map(|script| worker(script)).collect();
-        let outcome = run(processes, Options { capture_stdout: true }).unwrap();
+        let outcome =
+            run(processes, Options { capture_stdout: true, ..Options::default() }).unwrap();
         assert_eq!(outcome.status(), 0);
         let stdout: Vec<_> = outcome.processes.iter().map(|p| p.stdout.as_slice()).collect();
         assert_eq!(stdout[0], b"one\ntwo\n");
@@ -282,7 +369,8 @@ mod tests {
     fn output_held_open_by_a_runaway_does_not_hold_the_run() {
         // It is in a session of its own, where the group's signals do not reach it.
         let processes = vec![worker("setsid sleep 600 & echo $!")];
-        let outcome = run(processes, Options { capture_stdout: true }).unwrap();
+        let outcome =
+            run(processes, Options { capture_stdout: true, ..Options::default() }).unwrap();
         assert_eq!(outcome.status(), 0);
         let pid = String::from_utf8_lossy(&outcome.processes[0].stdout).trim().parse().unwrap();
         kill_process(Pid::from_raw(pid).unwrap(), Signal::KILL).expect("it is still there");

@@ -3,7 +3,8 @@
 pub(crate) mod columns;
 pub(crate) mod table;
 
-use std::io;
+use anyhow::Context;
+use std::io::{self, Write};
 
 /// Makes text bold or dim, if `on`. It uses weight and no colour: weight is legible on any
 /// background, and red stays free for errors.
@@ -26,10 +27,29 @@ impl Paint {
     }
 }
 
-/// Text that a user or a file gave, with control characters replaced: they would command the
-/// terminal.
+/// Text that a user, a file or another process gave, with nothing in it that commands the terminal.
 pub(crate) fn printable(text: &str) -> String {
-    text.chars().map(|c| if c.is_control() { '\u{fffd}' } else { c }).collect()
+    poseidon_core::printable::printable(text).into_owned()
+}
+
+/// The same, of text that may have several lines.
+pub(crate) fn printable_lines(text: &str) -> String {
+    text.split('\n').map(printable).collect::<Vec<_>>().join("\n")
+}
+
+/// Writes `text` to standard output, which carries what the user has asked for. A reader that has
+/// seen enough and is gone is no error; a disk that is full is one.
+pub(crate) fn say(text: &str) -> anyhow::Result<()> {
+    let mut out = io::stdout().lock();
+    said(out.write_all(text.as_bytes()).and_then(|()| out.flush()))
+}
+
+/// What came of writing to standard output.
+pub(crate) fn said(written: io::Result<()>) -> anyhow::Result<()> {
+    match written {
+        Err(error) if error.kind() == io::ErrorKind::BrokenPipe => Ok(()),
+        other => other.context("cannot write to standard output"),
+    }
 }
 
 /// Columns of the terminal. The variable `COLUMNS` comes first, so that a user can overrule the

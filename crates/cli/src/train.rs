@@ -2,18 +2,23 @@
 
 mod facts;
 mod inputs;
+mod outline;
+mod pace;
 mod saving;
 mod screen;
 mod settings;
+mod thinned;
+mod turnout;
 mod worker;
 
 use crate::job::{Job, Size};
+use crate::job_report;
 use crate::supervise::{self, Options};
+use crate::terminal::say;
 use anyhow::{Context, bail};
 use poseidon::config::LinkRate;
 use poseidon::{Config, Limit};
 use settings::{Flags, Settings};
-use std::io::{self, Write};
 use std::process::{Command, ExitCode};
 
 /// Train a net: data-parallel, with wait-free backpropagation and hybrid communication.
@@ -79,11 +84,11 @@ pub(crate) struct Args {
 pub(crate) fn run(args: Args) -> anyhow::Result<ExitCode> {
     let settings = Settings::from_flags(&args.flags)?;
     if args.print_config {
-        io::stdout().write_all(settings.to_toml()?.as_bytes())?;
+        say(&settings.to_toml()?)?;
         return Ok(ExitCode::SUCCESS);
     }
     if args.print_model {
-        io::stdout().write_all(toml::to_string(&settings.model()?)?.as_bytes())?;
+        say(&toml::to_string(&settings.model()?)?)?;
         return Ok(ExitCode::SUCCESS);
     }
     if settings.bare {
@@ -92,6 +97,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<ExitCode> {
     }
     if args.rank.is_none() && !Config::is_launched() {
         // Better to find out before there are several processes to say so.
+        settings.check_workers()?;
         settings.check()?;
         settings.prepare_report()?;
         return start_workers(&args, &settings);
@@ -115,6 +121,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<ExitCode> {
         );
     }
     let settings = Settings { workers: config.workers, servers: config.servers, ..settings };
+    settings.check_workers()?;
     worker::run(&settings, config, args.json)?;
     Ok(ExitCode::SUCCESS)
 }
@@ -139,6 +146,7 @@ fn start_workers(args: &Args, settings: &Settings) -> anyhow::Result<ExitCode> {
     let mut processes = job.processes(command);
     processes.first_mut().context("a job has a worker")?.draws = true;
     let outcome = supervise::run(processes, Options::default())?;
+    job_report::after_job();
     Ok(outcome.tell())
 }
 

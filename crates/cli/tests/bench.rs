@@ -90,7 +90,7 @@ fn ranks_take_turns_as_they_are_asked_to() {
         bench()
             .args(["--in-cluster", "--turns", "--bytes", "4KB,64KB", "--link", "tcp"])
             .env("POSEIDON_COORDINATOR", format!("127.0.0.1:{port}"))
-            .env("POSEIDON_SECRET", "turns")
+            .env("POSEIDON_SECRET", "known to both turns")
             .envs([("RANK", rank), ("WORLD_SIZE", "2"), ("LOCAL_WORLD_SIZE", "2")])
             .envs([("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "1")])
             .stdin(Stdio::piped())
@@ -140,3 +140,16 @@ fn cpu(process: &Child) -> Duration {
 
 /// Far more than anything here takes: a test that reaches it has found a hang.
 const PATIENCE: Duration = Duration::from_secs(90);
+
+/// A job that a launcher has described, with servers that the launcher has started.
+#[test]
+fn an_exchange_inside_a_job_uses_the_jobs_servers() {
+    let poseidon = env!("CARGO_BIN_EXE_poseidon");
+    let launch = ["launch", "-n", "2", "--servers", "1", "--", poseidon];
+    let exchange =
+        ["bench", "exchange", "--in-cluster", "--bytes", "64KB", "--iters", "1", "--json"];
+    let output = Command::new(poseidon).args(launch).args(exchange).output().unwrap();
+    assert!(output.status.success(), "{output:?}");
+    let text = String::from_utf8_lossy(&output.stdout);
+    assert!(text.contains(r#"{"workers":2"#), "{text}");
+}

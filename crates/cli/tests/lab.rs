@@ -71,13 +71,15 @@ fn every_node_is_told_who_it_is_and_has_one_link() {
         return;
     }
     let script = "echo $RANK $WORLD_SIZE $LOCAL_RANK $MASTER_ADDR $MASTER_PORT ${#POSEIDON_SECRET} \
-                  $(grep -c eth0: /proc/net/dev)";
+                  $(grep -c eth0: /proc/net/dev) ${OMP_NUM_THREADS:-unset}";
     let run = lab(&["--nodes", "2"], "sh", &["-c", script]);
     assert_eq!(run.code, Some(0), "{run:?}");
     let mut lines: Vec<_> = run.stdout.lines().collect();
     lines.sort_unstable();
-    let expected = ["[0] 0 2 0 10.77.0.1 29500 64 1", "[1] 1 2 0 10.77.0.1 29500 64 1"];
+    let threads = (thread::available_parallelism().unwrap().get() / 2).max(1);
+    let expected = [0, 1].map(|rank| format!("[{rank}] {rank} 2 0 10.77.0.1 29500 64 1 {threads}"));
     assert_eq!(lines, expected, "{run:?}");
+    assert!(run.stderr.contains("OMP_NUM_THREADS is not set, each worker gets"), "{run:?}");
     assert!(run.stderr.contains("each node sent"), "{run:?}");
 }
 
@@ -146,6 +148,23 @@ fn links_are_as_long_and_as_bad_as_asked_for_and_sums_are_right() {
     let received: f64 =
         counted.map(|line| line.split(' ').nth(2).unwrap().parse::<f64>().unwrap()).sum();
     assert!(received > 5.0 * 4.0 * 1_048_576.0, "{run:?}");
+}
+
+/// Its process lives, and nothing of it arrives: the error says what TCP knows.
+#[test]
+fn a_port_that_goes_dead_is_told_from_a_process_that_hangs() {
+    if !can_make_namespaces() {
+        return;
+    }
+    let script = "if [ $RANK = 1 ]; then (sleep 2; ip link set eth0 down) & fi; \
+                  export POSEIDON_SILENCE=3; exec $0 bench exchange --in-cluster --bytes 2MB \
+                  --iters 1000000 --link-rate unknown";
+    let poseidon = env!("CARGO_BIN_EXE_poseidon");
+    let run = lab(&["-n", "2", "--rate", "1gbit"], "sh", &["-c", script, poseidon]);
+    assert_eq!(run.code, Some(1), "{run:?}");
+    let facts = ["the last acknowledgement came", "is the network losing packets, or its host"];
+    let told = |line: &str| facts.iter().all(|fact| line.contains(fact));
+    assert!(run.stderr.lines().any(told), "{run:?}");
 }
 
 #[test]
@@ -267,7 +286,7 @@ impl Run {
 
 fn lab(flags: &[&str], program: &str, args: &[&str]) -> Run {
     let mut command = Command::new(env!("CARGO_BIN_EXE_poseidon"));
-    command.arg("lab").args(flags).arg("--").arg(program).args(args);
+    command.arg("lab").args(flags).arg("--").arg(program).args(args).env_remove("OMP_NUM_THREADS");
     Run::of(command.output().unwrap())
 }
 

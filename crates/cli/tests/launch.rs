@@ -213,6 +213,54 @@ fn a_job_of_nobody_is_refused() {
     assert!(run.stderr.contains("at least 1 of them"), "{}", run.stderr);
 }
 
+/// Workers of four share the cores, and what the user has set stays.
+#[test]
+fn workers_share_the_cores_unless_the_user_says_otherwise() {
+    let threads = |value: Option<&str>| {
+        let mut command = Command::new(POSEIDON);
+        command.args(["launch", "-n", "4", "--", "sh", "-c", "echo $OMP_NUM_THREADS"]);
+        match value {
+            Some(value) => command.env(THREADS, value),
+            None => command.env_remove(THREADS),
+        };
+        Launcher::start(command).finish()
+    };
+    let cores = thread::available_parallelism().unwrap().get();
+    let share = (cores / 4).max(1);
+    let run = threads(None);
+    let expected: Vec<_> = (0..4).map(|rank| format!("[{rank}] {share}")).collect();
+    assert_eq!(run.sorted_stdout(), expected);
+    let said: Vec<_> = run.stderr.lines().filter(|line| line.contains(THREADS)).collect();
+    assert_eq!(said.len(), 1, "{}", run.stderr);
+    let words = format!("each worker gets {share}: {cores} cores for 4 workers");
+    assert!(said[0].contains(&words), "{}", said[0]);
+
+    let run = threads(Some("7"));
+    assert_eq!(run.sorted_stdout(), ["[0] 7", "[1] 7", "[2] 7", "[3] 7"]);
+    assert_eq!(run.stderr, "");
+}
+
+/// Worker 1 joins only after the launcher has said that it is missing.
+#[test]
+fn the_launcher_says_for_whom_the_others_wait() {
+    let folder = tempfile::tempdir().unwrap();
+    let go = folder.path().join("go");
+    let exchange = "exec \"$0\" bench exchange --in-cluster --bytes 1KB --iters 1 --json";
+    let script = format!("[ $RANK = 0 ] || {}; {exchange}", wait_for(&go));
+    let mut command = Command::new(POSEIDON);
+    command.args(["launch", "-n", "2", "--", "sh", "-c", &script, POSEIDON]);
+    let mut launcher = Launcher::start(command);
+    let mut stderr = BufReader::new(launcher.child.stderr.take().unwrap()).lines();
+    let notice = stderr.find(|line| line.as_ref().is_ok_and(|line| line.contains("waiting for")));
+    let notice = notice.expect("a line about waiting").unwrap();
+    assert!(notice.ends_with("waiting for worker 1, 1 of 2 have joined"), "{notice}");
+    fs::write(&go, "").unwrap();
+    let rest: Vec<_> = stderr.map_while(Result::ok).collect();
+    assert!(rest.iter().any(|line| line.ends_with("all 2 have joined")), "{rest:?}");
+    assert_eq!(launcher.finish().status.code(), Some(0), "{rest:?}");
+}
+
+const THREADS: &str = "OMP_NUM_THREADS";
 const POSEIDON: &str = env!("CARGO_BIN_EXE_poseidon");
 /// Far more than anything here takes: a test that reaches it has found a hang.
 const PATIENCE: Duration = Duration::from_secs(60);
@@ -239,6 +287,10 @@ fn launch(options: &[&str], script: &str) -> Launcher {
 impl Launcher {
     fn start(mut command: Command) -> Self {
         command.env_remove("POSEIDON_LOG").process_group(0);
+        // Unless a test says otherwise: if it is not set, the launcher chooses a value and says so.
+        if !command.get_envs().any(|(name, _)| name == THREADS) {
+            command.env(THREADS, "1");
+        }
         command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
         Self { child: command.spawn().unwrap() }
     }

@@ -285,7 +285,11 @@ fn sizes_that_are_none_are_refused() {
             refused(folder, &format!("{flag}={size}"), &[flag, "at least 1"]);
         }
     }
-    refused(folder, "--workers 70000", &["65534"]);
+    refused(folder, "--workers 70000", &["--workers", "at most 1024", "70000"]);
+    refused(folder, "--workers 5000", &["--workers", "at most 1024", "5000"]);
+    refused(folder, "--lanes 65535", &["--lanes", "at most 64", "65535"]);
+    refused(folder, "--profile /dev/zero", &["/dev/zero", "more than 16 MiB"]);
+    refused(folder, "--model /dev/zero", &["/dev/zero", "more than 16 MiB"]);
     refused(folder, "--servers 0", &["at least 1"]);
     refused(folder, "--servers dedicated:some", &["--servers", "'some'"]);
     refused(folder, "--chunk 0", &["a chunk has from 1024"]);
@@ -370,4 +374,55 @@ fn a_python_that_cannot_help_is_named() {
     assert!(!output.status.success() && stderr.contains("no-such-python"), "{stderr}");
     let output = poseidon(folder.path(), "profile", &["vgg20"]);
     assert!(String::from_utf8_lossy(&output.stderr).contains("did you mean 'vgg"), "{output:?}");
+}
+
+/// Nobody has said on what, so nobody is told of one device only.
+#[test]
+fn without_a_profile_two_devices_stand_side_by_side() {
+    let folder = TempDir::new().unwrap();
+    let small = "--model cifar10-quick --workers 2 --bandwidth 1gbit";
+    let output = plan(folder.path(), small);
+    let text = String::from_utf8(output.stdout).unwrap();
+    if String::from_utf8_lossy(&output.stderr).contains("this machine has an") {
+        assert!(!text.contains("two devices"), "{text}");
+        return;
+    }
+    assert!(text.contains("No --profile was given, so here are two devices"), "{text}");
+    assert!(text.lines().any(|line| line.starts_with("titan-x ")), "{text}");
+    assert!(text.lines().any(|line| line.starts_with("h200 ")), "{text}");
+    let named = plan(folder.path(), &format!("{small} --profile h200"));
+    assert!(!String::from_utf8(named.stdout).unwrap().contains("two devices"));
+}
+
+#[test]
+fn workers_that_are_slower_than_one_are_told_so_in_the_first_line() {
+    let folder = TempDir::new().unwrap();
+    let args = "--model cifar10-quick --workers 4 --bandwidth 10mbit --profile h200";
+    let output = plan(folder.path(), args);
+    let text = String::from_utf8(output.stdout).unwrap();
+    let first = text.lines().next().unwrap();
+    assert!(first.starts_with("One worker alone is "), "{first}");
+    assert!(first.ends_with(" times as fast as these 4 workers."), "{first}");
+    let helps = text.split("What would help").nth(1).unwrap();
+    let helps = helps.split("\n\n").next().unwrap();
+    let gains: Vec<&str> = helps.lines().map(str::trim).filter(|l| l.contains(" %")).collect();
+    assert!(!gains.is_empty() && gains.iter().all(|line| line.starts_with('+')), "{helps}");
+    assert!(!text.contains("No use"), "{text}");
+}
+
+#[test]
+fn it_is_said_why_no_bandwidth_is_enough() {
+    let args = "--model cifar10-quick --workers 2 --latency 1s --profile h200";
+    let answer = json(args);
+    assert!(answer["min_bandwidth_95"].is_null(), "{answer}");
+    let why = answer["never_enough"].as_str().unwrap();
+    assert!(why.contains("10 Tbit/s") && why.contains("messages, which take 1"), "{why}");
+}
+
+#[test]
+fn a_cluster_that_was_not_saved_by_doctor_is_refused() {
+    let folder = TempDir::new().unwrap();
+    fs::write(folder.path().join("other.json"), "{}").unwrap();
+    refused(folder.path(), "--cluster other.json", &["other.json", "poseidon doctor --save"]);
+    refused(folder.path(), "--cluster no-such.json", &["no-such.json"]);
 }

@@ -31,7 +31,9 @@ fn exchange(rates: &[&str]) -> Vec<Output> {
         command.args(["bench", "exchange", "--in-cluster", "--bytes", "1MB", "--iters", "2"]);
         command.args(["--json", "--link-rate", rate]);
         command.env("RANK", rank.to_string()).env("WORLD_SIZE", rates.len().to_string());
-        command.env("POSEIDON_COORDINATOR", &coordinator).env("POSEIDON_SECRET", "ports");
+        command
+            .env("POSEIDON_COORDINATOR", &coordinator)
+            .env("POSEIDON_SECRET", "known to all of us");
         // Nodes of one host share its port: here each counts as a host.
         command.env("POSEIDON_HOST", format!("host {rank}"));
         command.env_remove("POSEIDON_LOG").env_remove("POSEIDON_LINK_RATE");

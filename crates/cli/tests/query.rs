@@ -24,7 +24,9 @@ fn a_running_job_answers_with_tables_and_json() {
             let config = Config { member: Member::Worker(rank), ..config.clone() };
             let kind = LayerKind::Fc { m: 1000, n: 1000 };
             let fc = Layer { kind, ..Layer::new("fc", 1_000_000) };
-            let builder = Session::builder(config).layer(Layer::new("conv", 100)).layer(fc);
+            // The name would command a terminal.
+            let conv = Layer::new("conv\u{9b}2J\x1b", 100);
+            let builder = Session::builder(config).layer(conv).layer(fc);
             scope.spawn(move || builder.batch(8).start().unwrap())
         };
         let workers = [0, 1].map(start);
@@ -52,6 +54,12 @@ fn a_running_job_answers_with_tables_and_json() {
     assert!(lines[2].starts_with("fc") && lines[2].contains(" sfb "), "{plan}");
     assert_eq!(json(&["plan", "--json"])[1]["bytes_per_node"], 8 * 2000 * 4);
     assert_eq!(json(&["plan.1.scheme"]), "sfb");
+    for question in ["plan", "chunks", "job.layers.0.name", "job"] {
+        let answer = says(&[question]);
+        assert!(answer.contains("conv"), "{answer}");
+        assert!(!answer.contains(['\u{9b}', '\x1b']), "{answer:?} commands a terminal");
+    }
+    assert_eq!(json(&["job.layers.0.name"]), "conv\u{9b}2J\x1b");
 
     let chunks = json(&["chunks", "--json"]);
     let chunks = chunks.as_array().unwrap();

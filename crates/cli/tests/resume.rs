@@ -9,12 +9,6 @@ use std::process::Command;
 use trial::{SMALL, Trial, by_hand, eventually, kill};
 
 /// A folder with [`SMALL`] in it.
-fn trial() -> Trial {
-    let trial = Trial::new();
-    trial.write("small.toml", SMALL);
-    trial
-}
-
 const TASK: &str = "--model small.toml --batch 6 --test never --deterministic";
 
 fn digest(report: &Value) -> &str {
@@ -39,7 +33,7 @@ fn a_job_that_is_killed_goes_on_bit_by_bit() {
         "--workers 2 --servers 2",
         "--workers 2 --threads-per-worker 2 --servers colocated+1",
     ] {
-        let trial = trial();
+        let trial = Trial::with_small_net();
         let whole = trial.report(&format!("{TASK} {how} --steps 24"));
         let mut running =
             trial.start(&format!("{TASK} {how} --steps 100000 --checkpoint saved --every 12"));
@@ -57,7 +51,7 @@ fn a_job_that_is_killed_goes_on_bit_by_bit() {
 #[test]
 fn a_job_that_is_asked_to_end_saves_its_state_and_leaves_a_report() {
     for signal in [Signal::TERM, Signal::INT] {
-        let trial = trial();
+        let trial = Trial::with_small_net();
         let task = format!("{TASK} --workers 3 --steps 100000 --checkpoint saved");
         let mut running = trial.start(&task);
         running.wait_for("epoch");
@@ -88,7 +82,7 @@ fn a_job_that_is_asked_to_end_saves_its_state_and_leaves_a_report() {
 /// the same step.
 #[test]
 fn all_stop_when_one_worker_is_asked_to_end() {
-    let trial = trial();
+    let trial = Trial::with_small_net();
     let (flags, secret) = by_hand(3);
     let start = |flags: &String| {
         trial.start_with(&format!("{TASK} --steps 100000 --checkpoint saved {flags}"), &secret)
@@ -105,7 +99,7 @@ fn all_stop_when_one_worker_is_asked_to_end() {
 
 #[test]
 fn a_death_leaves_a_report_of_what_there_was() {
-    let trial = trial();
+    let trial = Trial::with_small_net();
     let mut running = trial.start(&format!("{TASK} --workers 3 --steps 100000"));
     running.wait_for("epoch");
     kill(trial.workers()[&2], Signal::KILL);
@@ -117,7 +111,7 @@ fn a_death_leaves_a_report_of_what_there_was() {
 
 #[test]
 fn other_workers_and_servers_go_on_where_the_data_was_left() {
-    let trial = trial();
+    let trial = Trial::with_small_net();
     trial.report(&format!("{TASK} --workers 3 --steps 10 --checkpoint saved"));
     for how in ["--workers 1", "--workers 4", "--workers 2 --servers 1"] {
         let report = trial.report(&format!("--resume saved {how} --steps 14 --checkpoint {}", "b"));
@@ -128,7 +122,7 @@ fn other_workers_and_servers_go_on_where_the_data_was_left() {
 
 #[test]
 fn what_cannot_go_on_is_refused_in_words() {
-    let trial = trial();
+    let trial = Trial::with_small_net();
     trial.report(&format!("{TASK} --workers 2 --steps 5 --checkpoint saved"));
     let refused = |args: &str, words: &[&str]| {
         let run = trial.train(args);
@@ -158,7 +152,7 @@ fn what_cannot_go_on_is_refused_in_words() {
 /// What is exported is what was trained, and a folder keeps as many as it was told.
 #[test]
 fn checkpoints_are_kept_by_count_and_can_be_exported() {
-    let trial = trial();
+    let trial = Trial::with_small_net();
     trial.report(&format!("{TASK} --workers 2 --steps 30 --checkpoint saved --every 4 --keep 2"));
     let kept: Vec<u64> = (0..40).filter(|step| has_checkpoint(&trial, *step)).collect();
     assert_eq!(kept, [28, 30]);

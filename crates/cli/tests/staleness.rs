@@ -3,16 +3,10 @@
 mod trial;
 
 use rustix::process::Signal;
-use trial::{SMALL, Trial, kill};
+use trial::{Trial, kill};
 
 /// The learning rate is low: with momentum, gradients of older parameters lead further astray.
 const TASK: &str = "--model small.toml --batch 6 --workers 3 --test end --lr 0.001";
-
-fn trial() -> Trial {
-    let trial = Trial::new();
-    trial.write("small.toml", SMALL);
-    trial
-}
 
 /// The report is made only if all workers end with the same parameters.
 #[test]
@@ -25,7 +19,7 @@ fn workers_that_were_apart_end_alike_and_have_learnt() {
         "--sync asp --optimizer sgd --threads-per-worker 2",
         "--sync asp --overlap none",
     ] {
-        let report = trial().report(&format!("{TASK} --steps 300 {how}"));
+        let report = Trial::with_small_net().report(&format!("{TASK} --steps 300 {how}"));
         assert_eq!(report["steps"], 300, "{how}");
         assert_eq!(report["sync"], how.split_whitespace().nth(1).unwrap());
         let accuracy = report["test_accuracy"].as_f64().unwrap();
@@ -36,7 +30,7 @@ fn workers_that_were_apart_end_alike_and_have_learnt() {
 #[test]
 fn what_was_apart_is_saved_together_and_goes_on() {
     for how in ["--sync ssp:2", "--sync asp --optimizer sgd", "--sync ssp:1 --scheme sfb"] {
-        let trial = trial();
+        let trial = Trial::with_small_net();
         trial.report(&format!("{TASK} {how} --steps 20 --checkpoint saved --every 8"));
         for step in [8, 16, 20] {
             let manifest = format!("saved/step-{step:012}/manifest.json");
@@ -50,7 +44,7 @@ fn what_was_apart_is_saved_together_and_goes_on() {
 #[test]
 fn a_job_whose_workers_are_apart_ends_when_it_is_asked_to() {
     for sync in ["ssp:3", "asp"] {
-        let trial = trial();
+        let trial = Trial::with_small_net();
         let endless = "--steps 1000000 --checkpoint saved";
         let mut job = trial.start(&format!("{TASK} --sync {sync} {endless}"));
         job.wait_for("epoch");
@@ -69,7 +63,7 @@ fn a_job_whose_workers_are_apart_ends_when_it_is_asked_to() {
 
 #[test]
 fn what_needs_equal_clocks_is_refused() {
-    let trial = trial();
+    let trial = Trial::with_small_net();
     for (args, words) in [
         ("--sync ssp:2 --deterministic", "deterministic needs sync = \"bsp\", not \"ssp:2\""),
         ("--sync asp --verify-replicas", "verify-replicas needs sync = \"bsp\""),

@@ -6,14 +6,7 @@ use poseidon::Config;
 use serde_json::Value;
 use std::fs;
 use std::net::TcpListener;
-use trial::{Run, SMALL, Trial, Variables, by_hand, variables};
-
-/// A folder with [`SMALL`] in it.
-fn trial() -> Trial {
-    let trial = Trial::new();
-    trial.write("small.toml", SMALL);
-    trial
-}
+use trial::{Run, Trial, Variables, by_hand, variables};
 
 /// Three workers and a few steps, in a way that repeats itself.
 const STEPS: &str = "--model small.toml --workers 3 --batch 6 --steps 8 --test never \
@@ -75,7 +68,7 @@ fn the_default_run_leaves_a_report_with_everything_that_is_promised() {
 
 #[test]
 fn a_log_has_the_plan_the_epochs_and_where_the_report_is() {
-    let trial = trial();
+    let trial = Trial::with_small_net();
     let run = trial.train("--model small.toml --workers 2 --batch 500 --epochs 2");
     assert_eq!((run.status.code(), run.stderr.as_str()), (Some(0), ""));
     let lines: Vec<_> = run.stdout.lines().collect();
@@ -90,7 +83,7 @@ fn a_log_has_the_plan_the_epochs_and_where_the_report_is() {
 
 #[test]
 fn a_run_repeats_itself_and_another_seed_is_another_run() {
-    let trial = trial();
+    let trial = Trial::with_small_net();
     let digest = |more: &str| digest(&trial.report(&format!("{STEPS} {more}")));
     let first = digest("");
     assert_eq!(digest("--seed 1"), first);
@@ -100,7 +93,7 @@ fn a_run_repeats_itself_and_another_seed_is_another_run() {
 /// When and over what bytes travel is not what is computed.
 #[test]
 fn overlap_lanes_and_links_change_no_bit() {
-    let trial = trial();
+    let trial = Trial::with_small_net();
     let expected = digest(&trial.report(STEPS));
     for how in ["--overlap none", "--overlap backward", "--lanes 1", "--link tcp", "--link unix"] {
         assert_eq!(digest(&trial.report(&format!("{STEPS} {how}"))), expected, "{how}");
@@ -109,7 +102,7 @@ fn overlap_lanes_and_links_change_no_bit() {
 
 #[test]
 fn replicas_are_compared_after_every_step() {
-    let report = trial().report(&format!("{STEPS} --verify-replicas"));
+    let report = Trial::with_small_net().report(&format!("{STEPS} --verify-replicas"));
     let digests = report["digests"].as_array().unwrap();
     assert_eq!(digests.len(), 8);
     assert_eq!(digests[7], report["parameter_digest"]);
@@ -119,7 +112,7 @@ fn replicas_are_compared_after_every_step() {
 /// However the work is divided, it is the same work: one worker's, with the whole batch.
 #[test]
 fn schemes_servers_and_threads_train_alike() {
-    let trial = trial();
+    let trial = Trial::with_small_net();
     let alone = "--model small.toml --workers 1 --batch 18 --steps 8 --test never";
     let alone = trial.report(alone);
     let as_told = |report: &Value| {
@@ -152,7 +145,7 @@ fn schemes_servers_and_threads_train_alike() {
 /// papers' ablations (2 MB pairs; whole tensors on one shard).
 #[test]
 fn chunks_and_their_placement_do_not_change_the_result() {
-    let trial = trial();
+    let trial = Trial::with_small_net();
     let steps = format!("{STEPS} --scheme ps --lanes 2");
     let expected = trial.report(&steps);
     let sent = |report: &Value| -> Vec<u64> {
@@ -179,7 +172,7 @@ fn chunks_and_their_placement_do_not_change_the_result() {
 /// that makes three parts. Whoever has no part must not be waited for.
 #[test]
 fn threads_share_what_does_not_divide_evenly() {
-    let trial = trial();
+    let trial = Trial::with_small_net();
     let steps = "--model small.toml --workers 2 --batch 9 --steps 8 --test never --deterministic";
     let expected = trial.report(steps);
     for how in ["--threads-per-worker 4", "--threads-per-worker 4 --overlap none"] {
@@ -192,7 +185,7 @@ fn threads_share_what_does_not_divide_evenly() {
 
 #[test]
 fn without_poseidon_one_worker_computes_the_same() {
-    let trial = trial();
+    let trial = Trial::with_small_net();
     let steps = "--model small.toml --batch 18 --steps 8 --test never --deterministic";
     let bare = trial.report(&format!("{steps} --bare"));
     assert_eq!(bare["layers"][0]["scheme"], "none");
@@ -202,7 +195,7 @@ fn without_poseidon_one_worker_computes_the_same() {
 
 #[test]
 fn the_printed_configuration_is_one_to_read_and_flags_win_over_it() {
-    let trial = trial();
+    let trial = Trial::with_small_net();
     let print = |args: &str| {
         let run = trial.train(&format!("{args} --print-config"));
         assert_eq!((run.status.code(), run.stderr.as_str()), (Some(0), ""));
@@ -224,7 +217,7 @@ fn the_printed_configuration_is_one_to_read_and_flags_win_over_it() {
 
 #[test]
 fn processes_started_by_hand_train_together() {
-    let trial = trial();
+    let trial = Trial::with_small_net();
     let (flags, secret) = by_hand(2);
     let steps = "--model small.toml --batch 9 --steps 8 --deterministic --test end";
     let start = |flags: &String| trial.start_with(&format!("{steps} {flags} --json"), &secret);
@@ -278,7 +271,7 @@ fn mpirun_is_a_launcher() {
     // The job's name decides where its processes meet: one whose port is free.
     let free = |job: &u32| {
         let mut known = ranks(*job)[0].clone();
-        known.insert("POSEIDON_SECRET".into(), "any".into());
+        known.insert("POSEIDON_SECRET".into(), "known to all of us".into());
         let config = Config::from_variables(&|name| known.get(name).cloned()).unwrap();
         TcpListener::bind(config.coordinator).is_ok()
     };
@@ -288,7 +281,7 @@ fn mpirun_is_a_launcher() {
 
 #[test]
 fn workers_with_partitions_of_their_own_train_together() {
-    let trial = trial();
+    let trial = Trial::with_small_net();
     trial.write_idx("part/0", 90);
     trial.write_idx("part/1", 70);
     let report = trial.report(
@@ -304,7 +297,7 @@ fn workers_with_partitions_of_their_own_train_together() {
 
 /// Two processes whose launcher has set `ranks`, one each, and nothing else.
 fn launched(ranks: [Variables; 2]) {
-    let trial = trial();
+    let trial = Trial::with_small_net();
     let steps = "--model small.toml --batch 9 --steps 4 --test never --json";
     let processes = ranks.map(|variables| trial.start_with(steps, &variables));
     let report = only_the_first_reports(&processes.map(trial::Running::finish));

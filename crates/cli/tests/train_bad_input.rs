@@ -8,12 +8,6 @@ use trial::{Run, Running, SMALL, Trial, by_hand, eventually, kill, variables};
 use trial::{idx_images, idx_labels};
 
 /// A folder with [`SMALL`] in it.
-fn trial() -> Trial {
-    let trial = Trial::new();
-    trial.write("small.toml", SMALL);
-    trial
-}
-
 /// Trains in vain, and checks that all of `words` are said, that nobody panicked and that there is
 /// no report.
 fn refused(trial: &Trial, args: &str, words: &[&str]) -> Run {
@@ -116,7 +110,7 @@ fn cifar10(trial: &Trial, folder: &str, change: impl Fn(&mut Vec<u8>)) {
 
 #[test]
 fn a_partition_that_is_missing_is_named() {
-    let trial = trial();
+    let trial = Trial::with_small_net();
     trial.write_idx("part/0", 40);
     let args = "--model small.toml --partition private --data idx:part/{rank} --workers 2 \
                 --batch 4 --steps 3";
@@ -153,7 +147,7 @@ fn a_model_that_does_not_fit_the_data_or_is_nowhere_is_named() {
 
 #[test]
 fn a_batch_larger_than_the_partition_is_refused_with_both_numbers() {
-    let trial = trial();
+    let trial = Trial::with_small_net();
     let args = "--model small.toml --workers 2 --steps 3";
     let words = ["a batch of 2301", "4600 samples over 2 ranks are 2300 each"];
     refused(&trial, &format!("{args} --batch 2301"), &words);
@@ -166,7 +160,7 @@ fn a_batch_larger_than_the_partition_is_refused_with_both_numbers() {
 
 #[test]
 fn a_loss_that_is_not_a_number_stops_everybody_and_names_step_and_layer() {
-    let trial = trial();
+    let trial = Trial::with_small_net();
     let words = ["the loss became", "at step ", "layer '", "learning rate"];
     let args = "--model small.toml --workers 3 --batch 6 --steps 50 --lr 1e30";
     for how in ["", "--scheme ps --threads-per-worker 2", "--overlap none"] {
@@ -246,7 +240,7 @@ fn workers_agree_on_the_samples_and_the_steps() {
 
 /// Two workers are told different things, and both end and say so.
 fn disagree(told: [&str; 2], words: &[&str]) {
-    let trial = trial();
+    let trial = Trial::with_small_net();
     let (flags, mut known) = by_hand(2);
     // Whoever waits for a step that never comes waits this long.
     known.insert("POSEIDON_TIMEOUT".into(), "20".into());
@@ -267,7 +261,7 @@ const ENDLESS: &str = "--model small.toml --batch 6 --steps 100000000 --test nev
 
 #[test]
 fn a_worker_that_is_killed_is_named_and_the_others_end() {
-    let trial = trial();
+    let trial = Trial::with_small_net();
     let mut job = trial.start(&format!("{ENDLESS} --workers 3"));
     job.wait_for("3 layers");
     kill(trial.workers()[&2], Signal::KILL);
@@ -279,7 +273,7 @@ fn a_worker_that_is_killed_is_named_and_the_others_end() {
 
 #[test]
 fn without_a_launcher_the_others_say_who_is_gone() {
-    let trial = trial();
+    let trial = Trial::with_small_net();
     let (flags, secret) = by_hand(3);
     let start = |flags: &String| trial.start_with(&format!("{ENDLESS} {flags}"), &secret);
     let mut processes: Vec<_> = flags.iter().map(start).collect();
@@ -292,7 +286,7 @@ fn without_a_launcher_the_others_say_who_is_gone() {
 
 #[test]
 fn ctrl_c_ends_everybody() {
-    let trial = trial();
+    let trial = Trial::with_small_net();
     let mut job = trial.start(&format!("{ENDLESS} --workers 2"));
     job.wait_for("3 layers");
     assert_eq!(trial.workers().len(), 2);
@@ -305,7 +299,7 @@ fn ctrl_c_ends_everybody() {
 
 #[test]
 fn a_report_that_cannot_be_written_is_named() {
-    let trial = trial();
+    let trial = Trial::with_small_net();
     trial.write("report", "a file where a folder should be");
     let run = trial.train("--model small.toml --workers 2 --batch 6 --steps 3 --test never");
     failed(&run, &["report"]);

@@ -11,7 +11,7 @@ use serde::{Deserialize, Serialize};
 use std::collections::HashSet;
 
 /// The version of the book this build writes and reads.
-pub const BOOK_VERSION: u16 = 6;
+pub const BOOK_VERSION: u16 = 7;
 
 /// Cluster, addresses and model. The coordinator writes it when the last node has joined.
 ///
@@ -179,6 +179,29 @@ pub enum JobError {
     /// Contributions that are added as they come are added in no order.
     #[error("'{0}' is not repeatable: a deterministic job needs 'bsp'")]
     Unordered(Consistency),
+    /// Nobody would count.
+    #[error(
+        "'{consistency}' in a job whose number of workers is {workers}: at least one must count"
+    )]
+    NobodyCounts {
+        /// What was asked for.
+        consistency: Consistency,
+        /// Workers of the job.
+        workers: usize,
+    },
+    /// Lanes would have to agree on who counts.
+    #[error(
+        "'{consistency}' with {lanes} lanes: it needs one lane, so that all layers agree on who counts"
+    )]
+    Lanes {
+        /// What was asked for.
+        consistency: Consistency,
+        /// Lanes of a node.
+        lanes: u16,
+    },
+    /// Factors go from worker to worker, and nobody waits for those of a slow one.
+    #[error("'{0}' cannot drop the factors of slow workers: use the scheme 'auto' or 'ps'")]
+    Factors(Consistency),
     /// A rule that keeps no parameters can only answer with the mean of one clock.
     #[error(
         "layer '{layer}' has update rule '{rule}', which cannot mean anything with '{consistency}': the \
@@ -215,6 +238,15 @@ pub enum JobError {
         /// Its parameters.
         len: usize,
     },
+    /// The plan has an entry for every chunk.
+    #[error(
+        "with layer '{layer}' there are more than {most} chunks: take larger ones, or fewer shards",
+        most = Job::MOST_CHUNKS
+    )]
+    TooManyChunks {
+        /// The layer.
+        layer: String,
+    },
     /// A fully connected layer does not have as many parameters as its shape says.
     #[error(
         "layer '{layer}' has {m} outputs and {n} inputs: expected at least 1 of each, and {} parameters, or {m} \
@@ -248,6 +280,9 @@ impl Book {
 }
 
 impl Job {
+    /// Most chunks of a job. Of the usual size they are 4 TB.
+    pub const MOST_CHUNKS: usize = 1 << 24;
+
     /// In which order shards add contributions.
     pub fn order(&self) -> Order {
         if self.deterministic { Order::Rank } else { Order::Arrival }
@@ -284,7 +319,11 @@ impl Job {
         if self.deterministic && !consistency.is_bsp() {
             return Err(JobError::Unordered(consistency));
         }
+        if consistency.drops() > 0 && self.scheme == Policy::Sfb {
+            return Err(JobError::Factors(consistency));
+        }
         let mut names = HashSet::new();
+        let mut chunks: usize = 0;
         let mut room = isize::MAX as usize / size_of::<f32>();
         for layer in &self.layers {
             let name = || layer.name.clone();
@@ -307,6 +346,11 @@ impl Job {
                 return Err(JobError::TooLarge { layer: name(), len: layer.len });
             };
             room = left;
+            let longest = max / size_of::<f32>();
+            chunks = chunks.saturating_add(layer.len.div_ceil(longest));
+            if chunks > Self::MOST_CHUNKS {
+                return Err(JobError::TooManyChunks { layer: name() });
+            }
             if let LayerKind::Fc { m, n } = layer.kind {
                 let (weights, len) = (m.saturating_mul(n), layer.len);
                 if weights == 0 || (len != weights && len != weights.saturating_add(m)) {
@@ -315,6 +359,20 @@ impl Job {
             }
         }
         Ok(())
+    }
+
+    /// Whether `cluster` can work on it.
+    pub fn fits(&self, cluster: &Cluster) -> Result<(), JobError> {
+        let (consistency, drops) = (self.consistency, self.consistency.drops());
+        let (workers, lanes) = (cluster.workers(), cluster.lanes());
+        match drops {
+            0 => Ok(()),
+            _ if usize::from(drops) >= workers => {
+                Err(JobError::NobodyCounts { consistency, workers })
+            }
+            _ if lanes != 1 => Err(JobError::Lanes { consistency, lanes }),
+            _ => Ok(()),
+        }
     }
 
     /// The first thing in which two workers' jobs differ, in words. `None` if they agree.
@@ -404,6 +462,7 @@ impl TryFrom<Unchecked> for Book {
     fn try_from(book: Unchecked) -> Result<Self, BookError> {
         let Unchecked { version, identity, epoch, cluster, nodes, job } = book;
         job.validate()?;
+        job.fits(&cluster)?;
         if epoch < Epoch::FIRST {
             return Err(BookError::Epoch);
         }
@@ -421,166 +480,4 @@ impl TryFrom<Unchecked> for Book {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::{LayerId, Servers};
-
-    fn job() -> Job {
-        Job {
-            layers: vec![Layer::new("conv1", 10), Layer::new("fc", 20)],
-            optimizer: Optimizer::default(),
-            chunk: ChunkSize::default(),
-            placement: Placement::Balanced,
-            deterministic: false,
-            consistency: Consistency::Bsp,
-            scheme: Policy::Auto,
-            batch: None,
-            checkpoints: Checkpoints::default(),
-        }
-    }
-
-    fn book(cluster: Cluster) -> Book {
-        let facts = |node| NodeFacts {
-            node,
-            host: String::new(),
-            rack: None,
-            tcp: String::new(),
-            other_tcp: Vec::new(),
-            unix: None,
-            version: String::new(),
-            tiles: false,
-        };
-        let identity = JobId(std::array::from_fn(|i| i as u8));
-        let nodes = cluster.node_ids().map(facts).collect();
-        Book { version: BOOK_VERSION, identity, epoch: Epoch::FIRST, cluster, nodes, job: job() }
-    }
-
-    #[test]
-    fn the_first_difference_is_named_with_both_sides() {
-        let mut other = job();
-        assert_eq!(job().difference("worker 0", &other, "worker 1"), None);
-        other.optimizer = Optimizer::adam();
-        let words = job().difference("worker 0", &other, "worker 1").unwrap();
-        assert!(words.contains("update rule is mean on worker 0 but adam"), "{words}");
-        other.layers[1].len = 21;
-        let words = job().difference("worker 0", &other, "worker 1").unwrap();
-        assert!(words.contains("'fc' of 20") && words.contains("'fc' of 21"), "{words}");
-        other = job();
-        other.layers[0].optimizer = Some(Optimizer::adamw());
-        let words = job().difference("worker 0", &other, "worker 1").unwrap();
-        assert!(words.contains("10 parameters on worker 0 but 'conv1' of 10"), "{words}");
-        assert!(words.contains("10 parameters, adamw on worker 1"), "{words}");
-        other = job();
-        other.layers[1].up = Encoding::Bf16;
-        let words = job().difference("worker 0", &other, "worker 1").unwrap();
-        assert!(words.contains("20 parameters on worker 0"), "{words}");
-        assert!(words.contains("20 parameters, bf16 up and f32 down on worker 1"), "{words}");
-        other = job();
-        other.layers.pop();
-        let words = job().difference("worker 0", &other, "worker 1").unwrap();
-        assert!(words.contains("number of layers is 2 on worker 0 but 1"), "{words}");
-    }
-
-    #[test]
-    fn one_worker_without_tiles_is_enough_and_servers_do_not_count() {
-        let cluster = Cluster::new(2, Servers::Dedicated(1), 1).unwrap();
-        let tiles = |[a, b, server]: [bool; 3]| {
-            let tiles = [a, b, server];
-            let mut book = book(cluster.clone());
-            book.nodes.iter_mut().zip(tiles).for_each(|(node, tiles)| node.tiles = tiles);
-            book.tiles()
-        };
-        assert!(tiles([true, true, false]));
-        assert!(!tiles([true, false, true]));
-    }
-
-    #[test]
-    fn a_layers_own_rule_overrules_the_jobs() {
-        let mut book = book(Cluster::new(2, Servers::Colocated, 1).unwrap());
-        book.job.optimizer = Optimizer::sgd();
-        book.job.layers[1].optimizer = Some(Optimizer::adam());
-        let text = serde_json::to_string(&book).unwrap();
-        let job = serde_json::from_str::<Book>(&text).unwrap().job;
-        assert_eq!(job.rule(LayerId(0)), &Optimizer::sgd());
-        assert_eq!(job.rule(LayerId(1)), &Optimizer::adam());
-        assert_eq!(job.rules().cloned().collect::<Vec<_>>(), [Optimizer::sgd(), Optimizer::adam()]);
-    }
-
-    #[test]
-    fn a_plan_is_of_its_books_epoch() {
-        let mut book = book(Cluster::new(2, Servers::Colocated, 1).unwrap());
-        assert_eq!(book.plan().epoch, Epoch::FIRST);
-        book.epoch = book.epoch.next();
-        assert_eq!(book.plan().epoch.to_string(), "2");
-        assert_eq!(book.plan().chunks(LayerId(0)).unwrap().count(), 1);
-    }
-
-    #[test]
-    fn books_come_back_from_json_as_they_were() {
-        let mut book = book(Cluster::new(2, Servers::Mixed(1), 3).unwrap());
-        book.job.layers[1].up = Encoding::F16;
-        let text = serde_json::to_string(&book).unwrap();
-        assert!(
-            text.contains(r#""identity":"000102030405060708090a0b0c0d0e0f","epoch":1,"#),
-            "{text}"
-        );
-        let layers = r#"{"name":"conv1","kind":"other","len":10},{"name":"fc","kind":"other","len":20,"up":"f16"}"#;
-        assert!(text.contains(layers), "{text}");
-        assert_eq!(serde_json::from_str::<Book>(&text).unwrap(), book);
-    }
-
-    /// Whatever another process sends, what is read is a book a plan can be made of, or an error.
-    #[test]
-    fn nonsense_is_not_read() {
-        let book = book(Cluster::new(2, Servers::Colocated, 1).unwrap());
-        let refusal = |change: &dyn Fn(&mut serde_json::Value)| {
-            let mut value = serde_json::to_value(&book).unwrap();
-            change(&mut value);
-            serde_json::from_value::<Book>(value).unwrap_err().to_string()
-        };
-        let says = |words: &str, change: &dyn Fn(&mut serde_json::Value)| {
-            let refusal = refusal(change);
-            assert!(refusal.contains(words), "{refusal}");
-        };
-        says("at least 1 lane, got 0", &|b| b["cluster"]["lanes"] = 0.into());
-        says("at least 1 worker, got 0", &|b| b["cluster"]["workers"] = 0.into());
-        says("epoch 0", &|b| b["epoch"] = 0.into());
-        says("32 hexadecimal digits", &|b| b["identity"] = "12".into());
-        says("facts of 2 nodes in a cluster of 3", &|b| b["cluster"]["workers"] = 3.into());
-        says("node 1 in the place of node 0", &|b| b["nodes"][0]["node"] = 1.into());
-        says("chunks of 5 to 4 bytes", &|b| {
-            b["job"]["chunk"] = serde_json::json!({"min": 5, "max": 4})
-        });
-        says("unknown variant `f8`", &|b| b["job"]["layers"][0]["up"] = "f8".into());
-        says("two layers are called 'fc'", &|b| b["job"]["layers"][0]["name"] = "fc".into());
-    }
-
-    #[test]
-    fn jobs_that_make_no_sense_say_what_is_wrong() {
-        let refusal = |change: &dyn Fn(&mut Job)| {
-            let mut job = job();
-            change(&mut job);
-            job.validate().unwrap_err().to_string()
-        };
-        assert_eq!(job().validate(), Ok(()));
-        assert!(refusal(&|j| j.chunk = ChunkSize { min: 0, max: 3 }).contains("at least 4"));
-        assert!(refusal(&|j| j.batch = Some(0)).contains("a batch of 0 samples"));
-        assert!(refusal(&|j| j.layers[1].rows = Some(0)).contains("0 rows of layer 'fc'"));
-        assert!(refusal(&|j| j.layers[1].len = usize::MAX / 8).contains("no memory"));
-        let fc = |m, n, len| {
-            let layers = vec![Layer { kind: LayerKind::Fc { m, n }, ..Layer::new("fc", len) }];
-            Job { layers, ..job() }.validate()
-        };
-        assert_eq!([fc(4, 5, 20), fc(4, 5, 24)], [Ok(()), Ok(())]);
-        let words = fc(4, 5, 25).unwrap_err().to_string();
-        assert!(words.contains("20 parameters, or 4 more with a bias, got 25"), "{words}");
-        assert!(fc(0, 5, 0).is_err() && fc(usize::MAX, 2, usize::MAX).is_err());
-        let mut rule = Optimizer::sgd();
-        if let Optimizer::Sgd { momentum, .. } = &mut rule {
-            *momentum = f32::NAN;
-        }
-        assert!(refusal(&|j| j.optimizer = rule.clone()).contains("momentum"));
-        let words = refusal(&|j| j.layers[1].optimizer = Some(rule.clone()));
-        assert!(words.contains("layer 'fc'") && words.contains("momentum"), "{words}");
-    }
-}
+mod tests;

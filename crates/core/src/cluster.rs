@@ -57,6 +57,9 @@ pub enum ClusterError {
     /// Nobody moves bytes.
     #[error("a node needs at least 1 lane, got 0")]
     NoLanes,
+    /// Every lane is a thread on every node, and a connection between any two.
+    #[error("a node has at most {most} lanes, got {0}", most = Cluster::MOST_LANES)]
+    TooManyLanes(u16),
     /// Node ids are 16 bits wide and the last one is reserved.
     #[error("a cluster has at most 65534 nodes, got {0}")]
     TooManyNodes(u32),
@@ -91,6 +94,9 @@ pub enum ClusterError {
 }
 
 impl Cluster {
+    /// Most lanes of a node: several times as many as the fastest ports need.
+    pub const MOST_LANES: u16 = 256;
+
     /// A cluster of `workers` workers with the given servers and `lanes` lanes on every node.
     pub fn new(workers: u16, servers: Servers, lanes: u16) -> Result<Self, ClusterError> {
         if workers == 0 {
@@ -101,6 +107,9 @@ impl Cluster {
         }
         if lanes == 0 {
             return Err(ClusterError::NoLanes);
+        }
+        if lanes > Self::MOST_LANES {
+            return Err(ClusterError::TooManyLanes(lanes));
         }
         let nodes = u32::from(workers) + u32::from(servers.extra());
         if nodes >= u32::from(u16::MAX) {

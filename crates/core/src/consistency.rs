@@ -6,6 +6,9 @@
 //! computes at clock t has seen all contributions up to clock t - s - 1, and no worker is more than s
 //! clocks ahead of another. With [`Asp`](Consistency::Asp) it comes at once.
 //!
+//! With [`DropSlowest(b)`](Consistency::DropSlowest) workers are at one clock, but a clock does not wait
+//! for its b slowest workers: [`roll`](crate::roll) has that.
+//!
 //! Workers can ask for an answer that waits for everybody, with the mark
 //! [`TOGETHER`](crate::wire::Marks::TOGETHER): before a checkpoint, before parameters are compared
 //! or tested, and at the end.
@@ -27,6 +30,8 @@ pub enum Consistency {
     /// Asynchronous: nobody waits for anybody, as long as a clock that is not complete needs no
     /// memory of its own. Otherwise as `Ssp` with [`MOST`](Consistency::MOST).
     Asp,
+    /// Bulk synchronous, but every clock goes on without so many workers at most, if these are late.
+    DropSlowest(u16),
 }
 
 impl Consistency {
@@ -38,7 +43,7 @@ impl Consistency {
     /// takes memory.
     pub fn lead(self) -> u64 {
         match self {
-            Self::Bsp => 0,
+            Self::Bsp | Self::DropSlowest(_) => 0,
             Self::Ssp(staleness) => staleness.into(),
             Self::Asp => Self::MOST.into(),
         }
@@ -49,9 +54,14 @@ impl Consistency {
         if self == Self::Asp { u64::MAX } else { self.lead() }
     }
 
-    /// Whether workers are at one clock.
+    /// Whether all workers take every step together.
     pub fn is_bsp(self) -> bool {
-        self.lead() == 0
+        matches!(self, Self::Bsp | Self::Ssp(0))
+    }
+
+    /// How many workers a clock may go on without.
+    pub fn drops(self) -> u16 {
+        if let Self::DropSlowest(workers) = self { workers } else { 0 }
     }
 
     /// The last clock whose contributions must all be in before a worker that has contributed to `own`
@@ -67,6 +77,7 @@ impl fmt::Display for Consistency {
             Self::Bsp => f.write_str("bsp"),
             Self::Ssp(staleness) => write!(f, "ssp:{staleness}"),
             Self::Asp => f.write_str("asp"),
+            Self::DropSlowest(workers) => write!(f, "drop-slowest:{workers}"),
         }
     }
 }
@@ -77,13 +88,18 @@ impl FromStr for Consistency {
     fn from_str(s: &str) -> Result<Self, String> {
         let most = Self::MOST;
         let staleness = |text: &str| text.parse().ok().filter(|staleness| *staleness <= most);
+        let dropped = |text: &str| text.parse().ok().filter(|workers| *workers > 0);
+        if let Some(workers) = s.strip_prefix("drop-slowest:").and_then(dropped) {
+            return Ok(Self::DropSlowest(workers));
+        }
         match (s, s.strip_prefix("ssp:").and_then(staleness)) {
             ("bsp", _) => Ok(Self::Bsp),
             ("asp", _) => Ok(Self::Asp),
             (_, Some(staleness)) => Ok(Self::Ssp(staleness)),
-            _ => {
-                Err(format!("expected 'bsp', 'asp' or 'ssp:S' with S from 0 to {most}, got '{s}'"))
-            }
+            _ => Err(format!(
+                "expected 'bsp', 'asp', 'ssp:S' with S from 0 to {most}, or 'drop-slowest:B' with B of 1 \
+                 or more, got '{s}'"
+            )),
         }
     }
 }
@@ -108,11 +124,12 @@ mod tests {
 
     #[test]
     fn the_text_form_reads_back_and_bounds_the_staleness() {
-        for consistency in [Consistency::Bsp, Consistency::Ssp(0), Consistency::Ssp(16)] {
+        let dropping = Consistency::DropSlowest(3);
+        for consistency in [Consistency::Bsp, Consistency::Ssp(0), Consistency::Ssp(16), dropping] {
             assert_eq!(consistency.to_string().parse(), Ok(consistency));
         }
         assert_eq!("asp".parse(), Ok(Consistency::Asp));
-        for wrong in ["", "ssp", "ssp:", "ssp:17", "ssp:-1", "SSP:1"] {
+        for wrong in ["", "ssp", "ssp:", "ssp:17", "ssp:-1", "SSP:1", "drop-slowest:0"] {
             assert!(wrong.parse::<Consistency>().unwrap_err().contains("ssp:S"), "{wrong}");
         }
     }

@@ -12,6 +12,8 @@
 //! * [`wire`]: the bytes two nodes exchange (`docs/wire.md`); [`queue`]: in which order.
 //! * [`syncer`], [`factors`]: the state machines of one layer on one lane of a worker, by scheme.
 //! * [`encoding`]: which type a layer's numbers have on the wire.
+//! * [`running_time`]: the time in which a process ran.
+//! * [`printable`]: what others wrote, made safe to show.
 //! * [`store`]: the state machine of one shard: accumulates, updates, answers.
 //! * [`optim`]: what a shard does with a reduced gradient. [`reduce`]: what a collective does with
 //!   tensors of any type.
@@ -35,8 +37,11 @@ pub mod optim;
 pub mod overlap;
 pub mod plan;
 pub mod port;
+pub mod printable;
 pub mod queue;
 pub mod reduce;
+pub mod roll;
+pub mod running_time;
 pub mod scheme;
 pub mod share;
 pub mod store;

@@ -113,7 +113,11 @@ impl Plan {
         let cluster = if consistency.is_bsp() { cluster } else { &apart };
         let way = |layer: &Layer| {
             let batch = layer.rows.or(batch);
-            Way { choice: choose(layer, cluster, batch, policy), placement, batch }
+            let choice = match consistency.drops() {
+                0 => choose(layer, cluster, batch, policy),
+                _ => Choice { scheme: Scheme::Ps, reason: "slow workers may be dropped".into() },
+            };
+            Way { choice, placement, batch }
         };
         Self::along(cluster, layers, chunk, layers.iter().map(way)).with_consistency(consistency)
     }

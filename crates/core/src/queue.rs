@@ -26,7 +26,8 @@ pub const BATCH_FRAMES: usize = 16;
 /// because the next forward pass needs it first.
 pub fn urgency(kind: Kind, layer: LayerId) -> u64 {
     let place = match kind {
-        Kind::Factors | Kind::Abort => 0,
+        // Who counts decides what is added up.
+        Kind::Factors | Kind::Abort | Kind::Ready | Kind::Late | Kind::Roll => 0,
         // A goodbye waits for everything else.
         Kind::Bye => LAST,
         // Frames without a chunk have layer 0.

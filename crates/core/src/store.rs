@@ -20,9 +20,13 @@
 //! once, and every worker is answered for itself: `loose` has that. Nothing is lent then, because a
 //! worker is answered before the sum of its clock is complete.
 //!
+//! Where a job does not wait for its [slowest workers](crate::roll), contributions are kept apart until
+//! it is known who counts: `dropping` has that.
+//!
 //! A simulation has no numbers: [`Store::ghost`] judges, counts and answers like any other store,
 //! and all its sums are empty.
 
+mod dropping;
 mod loose;
 mod open_clock;
 mod outcome;
@@ -37,6 +41,7 @@ use crate::{
     ChunkKey, Clock, Consistency, Encoding, Encodings, LayerId, NodeId, Plan, Route, Shard,
     Violation,
 };
+use dropping::Called;
 use loose::Owed;
 use open_clock::{OpenClock, add_or_assign};
 pub use outcome::{Completed, Kept, Outcome, Restored, Resumption, Stall, Way};
@@ -61,6 +66,8 @@ pub struct Store {
     kept: Vec<Kept>,
     /// Answers to single workers that have not been taken.
     answers: Vec<Completed>,
+    /// Who counts, where slow workers may be dropped.
+    called: Called,
     /// When something came last.
     now: Duration,
 }
@@ -92,6 +99,8 @@ pub struct Contribution {
     len: usize,
     encoding: Encoding,
     lent: bool,
+    /// It came too late: nothing of it is kept.
+    late: bool,
 }
 
 type SlotId = u32;
@@ -137,12 +146,25 @@ struct Progress {
     next: Clock,
     /// Its contribution to that clock is on its way in.
     arriving: bool,
+    /// Its contribution came too late, and it waits for the result of a later clock.
+    late: bool,
+}
+
+impl Progress {
+    fn at(next: Clock) -> Self {
+        Self { next, arriving: false, late: false }
+    }
 }
 
 impl Contribution {
     /// Whether it is added to a sum in memory that this node's worker lent.
     pub fn is_lent(&self) -> bool {
         self.lent
+    }
+
+    /// Elements that have not come.
+    pub fn missing(&self) -> usize {
+        self.len - self.done
     }
 
     /// What its elements are.
@@ -183,7 +205,7 @@ impl Store {
                 parameters: None,
                 state: Vec::new(),
                 steps_before: 0,
-                progress: vec![Progress { next: Clock(0), arriving: false }; streams.len()].into(),
+                progress: vec![Progress::at(Clock(0)); streams.len()].into(),
                 streams: streams.clone(),
                 rounds: VecDeque::new(),
                 owed: Owed::default(),
@@ -193,7 +215,8 @@ impl Store {
         let keys = slots.iter().map(|slot| slot.key).collect();
         let (workers, consistency, now) = (tree.workers(), plan.consistency(), Duration::ZERO);
         let (pool, kept, answers) = (Pool::default(), Vec::new(), Vec::new());
-        Self { workers, order, consistency, slots, keys, pool, kept, answers, now }
+        let called = Called::default();
+        Self { workers, order, consistency, slots, keys, pool, kept, answers, called, now }
     }
 
     /// The same shard without numbers, for simulations: contributions are judged by their headers
@@ -264,6 +287,9 @@ impl Store {
     ) {
         let (start, encoding) = (contribution.done, contribution.encoding);
         contribution.done += piece.len() / encoding.width();
+        if contribution.late {
+            return;
+        }
         if let Some(own) = &mut contribution.own {
             encoding.decode(piece, &mut unshared(own)[start..contribution.done]);
         } else {
@@ -286,7 +312,11 @@ impl Store {
         debug_assert_eq!(contribution.done, contribution.len, "a piece is missing");
         let Contribution { slot: id, stream, clock, .. } = contribution;
         let slot = &mut self.slots[id as usize];
-        slot.progress[stream] = Progress { next: clock.next(), arriving: false };
+        slot.progress[stream] = Progress::at(clock.next());
+        if self.consistency.drops() > 0 && clock != Clock(0) {
+            self.contributed_or_dropped(contribution);
+            return None;
+        }
         if slot.is_loose(self.consistency) && clock != Clock(0) {
             self.contributed_loosely(contribution);
             return None;
@@ -327,8 +357,12 @@ impl Store {
         if waited < limit {
             return None;
         }
-        let absent = |stream: &usize| slot.progress[*stream].next <= slot.clock;
-        let absent: Vec<usize> = (0..slot.streams.len()).filter(absent).collect();
+        let absent = |stream: &usize| self.awaits(slot, *stream);
+        let mut absent: Vec<usize> = (0..slot.streams.len()).filter(absent).collect();
+        if absent.is_empty() {
+            // They wait for a result, but have not sent all of what was late.
+            absent = (0..slot.streams.len()).filter(|at| slot.progress[*at].late).collect();
+        }
         let missing = absent.iter().map(|stream| slot.streams.nodes()[*stream]).collect();
         let collected = absent.iter().all(|stream| slot.streams.is_collected(*stream));
         Some(Stall { key: slot.key, clock: slot.clock, missing, collected, waited })
@@ -372,7 +406,10 @@ impl Store {
             Kind::Init | Kind::Push => {}
             _ => return Err(Violation::WrongKind),
         }
-        let (clock, Progress { next, arriving }) = (header.clock, slot.progress[stream]);
+        if self.consistency.drops() > 0 && header.kind == Kind::Push {
+            return self.admit_unless_late(id, stream, header, now);
+        }
+        let (clock, Progress { next, arriving, .. }) = (header.clock, slot.progress[stream]);
         let ahead = clock.0.checked_sub(slot.clock.0);
         let lead = slot.lead(self.consistency);
         let Some(ahead) = ahead.filter(|ahead| *ahead <= lead && clock <= next) else {
@@ -400,25 +437,18 @@ impl Store {
                     Kind::Init => slot.streams.has_initial(),
                     _ => !loan && self.order == Order::Arrival,
                 };
-                slot.rounds.push_back(OpenClock {
-                    kind: header.kind,
-                    terms: header.terms(),
-                    opened: now,
-                    sum: sums.then(|| self.pool.take(slot.room)),
-                    lent: loan,
-                    filled: if loan { slot.room } else { 0 },
-                    finished: 0,
-                    waiting: BTreeMap::new(),
-                    stack: Vec::new(),
-                    turn: 0,
-                });
+                let sum = sums.then(|| self.pool.take(slot.room));
+                let filled = if loan { slot.room } else { 0 };
+                let round = OpenClock { lent: loan, filled, ..OpenClock::new(header, now, sum) };
+                slot.rounds.push_back(round);
             }
         }
         let lent = slot.rounds.front().is_some_and(|round| round.lent);
         slot.progress[stream].arriving = true;
         let (len, done) = (if carries { slot.room } else { 0 }, 0);
         let (own, terms) = (apart.then(|| self.pool.take(slot.room)), header.terms());
-        Ok(Contribution { slot: id, stream, clock, terms, own, done, len, encoding, lent })
+        let late = false;
+        Ok(Contribution { slot: id, stream, clock, terms, own, done, len, encoding, lent, late })
     }
 
     fn complete(&mut self, id: SlotId, mut lent: Option<&mut [f32]>) -> Completed {
@@ -514,7 +544,7 @@ impl Slot {
     /// The chunk goes on with `clock`.
     fn begin_at(&mut self, clock: Clock) {
         self.clock = clock;
-        self.progress.fill(Progress { next: clock, arriving: false });
+        self.progress.fill(Progress::at(clock));
     }
 
     /// What has come for `clock`, which a contribution keeps open.

@@ -19,8 +19,16 @@ pub struct Syncer {
     arrived: Box<[u64]>,
     /// The clock in flight, or the last one that came back.
     clock: Clock,
+    /// Whether a contribution may be answered with the result of a later clock, because it came too
+    /// late.
+    jumps: bool,
+    /// The clock that comes back, once it is known.
+    answer: Option<Clock>,
     missing: usize,
 }
+
+/// No worker is so slow that it misses more clocks.
+const MOST_MISSED: u64 = 1 << 24;
 
 /// One chunk as a worker sees it.
 #[derive(Clone, Debug)]
@@ -61,8 +69,9 @@ impl Syncer {
             })
             .collect();
         let arrived = vec![u64::MAX; parts.len().div_ceil(64)].into();
-        let encodings = plan.encodings(layer);
-        Self { parts, encodings, arrived, clock: Clock(0), missing: 0 }
+        let (encodings, jumps) = (plan.encodings(layer), plan.consistency().drops() > 0);
+        let (clock, answer) = (Clock(0), None);
+        Self { parts, encodings, arrived, clock, jumps, answer, missing: 0 }
     }
 
     /// The layer has come back at `clock`, under another plan: it goes on from there.
@@ -86,7 +95,7 @@ impl Syncer {
     /// The caller makes sure that the layer is not in flight.
     pub fn handle_send(&mut self, clock: Clock) -> &[Part] {
         debug_assert_eq!(self.missing, 0, "layer sent while in flight");
-        self.clock = clock;
+        (self.clock, self.answer) = (clock, None);
         self.missing = self.parts.len();
         self.arrived.fill(0);
         &self.parts
@@ -97,13 +106,19 @@ impl Syncer {
         self.position(index).map(|at| &self.parts[at])
     }
 
+    /// The clock whose result comes back, or came back last. It is later than [`clock`](Self::clock) if the
+    /// contribution came too late.
+    pub fn answer(&self) -> Clock {
+        self.answer.unwrap_or(self.clock)
+    }
+
     /// Whether every chunk that was sent has come back.
     pub fn is_synced(&self) -> bool {
         self.missing == 0
     }
 
     /// An update is about to arrive. Returns the elements of the layer that its payload fills.
-    pub fn handle_update(&self, header: &Header) -> Result<Range<usize>, Violation> {
+    pub fn handle_update(&mut self, header: &Header) -> Result<Range<usize>, Violation> {
         if header.kind != Kind::Update {
             return Err(Violation::WrongKind);
         }
@@ -119,13 +134,22 @@ impl Syncer {
         if self.missing == 0 {
             return Err(Violation::NotInFlight);
         }
-        if header.clock != self.clock {
-            return Err(Violation::Clock { expected: self.clock, got: header.clock });
+        let missed = header.clock.0.saturating_sub(self.clock.0);
+        let jumps = self.jumps && self.answer.is_none() && (1..=MOST_MISSED).contains(&missed);
+        let expected = self.answer.unwrap_or(self.clock);
+        if header.clock != expected && !jumps {
+            return Err(Violation::Clock { expected, got: header.clock });
         }
         if self.has_arrived(at) {
             return Err(Violation::Duplicate(header.clock));
         }
+        self.answer = Some(header.clock);
         Ok(part.range.clone())
+    }
+
+    /// A chunk comes back that is held on this node: the result of `clock`.
+    pub fn handle_own(&mut self, clock: Clock) {
+        self.answer = Some(clock);
     }
 
     /// The payload of chunk `index`'s update is in place. True if it was the last one that this lane

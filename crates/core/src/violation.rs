@@ -61,6 +61,21 @@ pub enum Violation {
     /// A worker goes on only after it was answered.
     #[error("clock {0} came from a worker that still waits for the clock before")]
     Unanswered(Clock),
+    /// A worker that may be dropped sends all layers of a clock before it begins the next.
+    #[error("clock {0} was begun before all layers had been sent at the clock before")]
+    Unsent(Clock),
+    /// A word of the roll call that does not follow from the words before.
+    #[error("clock {0} out of turn: a worker is ready for a clock once, and late once after that")]
+    OutOfTurn(Clock),
+    /// Bytes that are no roll.
+    #[error("a roll needs 0, 1 or 2 for each worker")]
+    NotARoll,
+    /// It was said who counts at a clock, but the clock before is not complete here.
+    #[error("who counts at clock {0} was said before this shard had completed the clock before")]
+    EarlyRoll(Clock),
+    /// Workers must agree which steps they take together.
+    #[error("some workers take clock {0} together with all others, and some do not")]
+    NotTogether(Clock),
     /// Workers must take the same step.
     #[error(
         "learning rate {got}, but the other workers sent {expected}: schedules differ between ranks"

@@ -10,7 +10,7 @@ mod handshake;
 pub use handshake::{Challenge, Hello, Purpose, Status, Verdict};
 
 /// The version this build speaks.
-pub const VERSION: u16 = 10;
+pub const VERSION: u16 = 11;
 /// First bytes of every connection.
 pub const MAGIC: [u8; 8] = *b"POSEIDON";
 /// Longest reason an `Abort` may carry, in bytes.
@@ -115,6 +115,12 @@ pub enum Kind {
     Collective = 5,
     /// A piece of a message from one rank of a group to another.
     Message = 6,
+    /// A worker begins to send its contribution to a clock, where the slowest workers are dropped.
+    Ready = 7,
+    /// A worker has sent all of a contribution that does not count.
+    Late = 8,
+    /// Which workers count at a clock, and which go on with its result.
+    Roll = 9,
     /// Nothing to say, still here.
     Heartbeat = 16,
     /// Nothing follows on this connection.
@@ -196,6 +202,9 @@ impl Header {
             4 => Kind::Factors,
             5 => Kind::Collective,
             6 => Kind::Message,
+            7 => Kind::Ready,
+            8 => Kind::Late,
+            9 => Kind::Roll,
             16 => Kind::Heartbeat,
             17 => Kind::Bye,
             18 => Kind::Abort,
@@ -233,7 +242,8 @@ pub struct Signature {
     pub op: ReduceOp,
     /// The rank everything comes from or goes to, where there is one.
     pub root: u16,
-    /// Elements of this rank's tensor, or `u32::MAX` if there are more; 0 where ranks may differ.
+    /// Elements of this rank's tensor, or `u32::MAX` if there are more. Where ranks may differ, the
+    /// length of the slice that the frame is of, as the group states lengths.
     pub count: u32,
 }
 
@@ -281,11 +291,12 @@ impl Signature {
 }
 
 impl Place {
-    /// The header of a frame of `length` bytes of a message of `total` bytes with `tag`.
-    pub fn message(&self, sender: NodeId, tag: u32, total: usize, length: u32) -> Header {
+    /// The header of a frame of `length` bytes of a message with `tag`. `total` states the length of
+    /// the whole message.
+    pub fn message(&self, sender: NodeId, tag: u32, total: u32, length: u32) -> Header {
         Header {
             chunk: ChunkKey { layer: LayerId(tag), index: self.index() },
-            value: f32::from_bits(u32::try_from(total).unwrap_or(u32::MAX)),
+            value: f32::from_bits(total),
             clock: self.clock(),
             ..Header::bare(Kind::Message, sender, length)
         }
@@ -327,13 +338,16 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    const KINDS: [Kind; 11] = [
+    const KINDS: [Kind; 14] = [
         Kind::Push,
         Kind::Update,
         Kind::Init,
         Kind::Factors,
         Kind::Collective,
         Kind::Message,
+        Kind::Ready,
+        Kind::Late,
+        Kind::Roll,
         Kind::Heartbeat,
         Kind::Bye,
         Kind::Abort,
@@ -391,7 +405,7 @@ mod tests {
         let read = Header::decode(&header.encode()).unwrap();
         assert_eq!(Signature::read(&read), Some((signature, place)));
 
-        let header = place.message(NodeId(2), 9, usize::MAX, 3);
+        let header = place.message(NodeId(2), 9, u32::MAX, 3);
         let read = Header::decode(&header.encode()).unwrap();
         assert_eq!((read.kind, read.chunk.layer.0, Place::read(&read)), (Kind::Message, 9, place));
         assert_eq!(read.value.to_bits(), u32::MAX);

@@ -1,10 +1,12 @@
 //! Which local address a node listens on, and why that one.
 
+use crate::names::resolve;
 use crate::secret::random_number;
 use socket2::Socket;
 use std::fmt;
 use std::io;
-use std::net::{IpAddr, Ipv4Addr, SocketAddr, ToSocketAddrs, UdpSocket};
+use std::net::{IpAddr, Ipv4Addr, SocketAddr, UdpSocket};
+use std::time::Instant;
 
 /// The address to listen on and to tell others.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -97,28 +99,36 @@ pub struct Interfaces(Vec<(String, IpAddr)>);
 
 /// Chooses the address to listen on. If `wanted` is an address or an interface, it is that address or
 /// the interface's. Otherwise it is the address from which the system would talk to the coordinator
-/// (`host:port`). Nothing is sent.
-pub fn choose(wanted: Option<&str>, coordinator: &str) -> Result<Choice, AddressError> {
+/// (`host:port`). Nothing is sent to it. If that is a name, it has to be resolved by `deadline`.
+pub fn choose(
+    wanted: Option<&str>,
+    coordinator: &str,
+    deadline: Instant,
+) -> Result<Choice, AddressError> {
     let interfaces = Interfaces::list()?;
-    let Some(wanted) = wanted else { return route(coordinator, interfaces) };
+    let Some(wanted) = wanted else { return route(coordinator, deadline, interfaces) };
     if let Ok(ip) = wanted.parse() {
         return explicit(ip, interfaces);
     }
     // If the interface has addresses of both families, the coordinator's family is taken. If that
     // is not known, it is IPv4.
-    let target = resolve(coordinator).ok().and_then(|targets| targets.first().copied());
+    let target = resolve(coordinator, deadline).ok().and_then(|targets| targets.first().copied());
     interfaces.pick(wanted, target.is_some_and(|target| target.is_ipv6()))
 }
 
 /// As [`choose`], where `wanted` may be several addresses or interfaces with commas between them. The
 /// choices are in that order.
-pub fn choose_each(wanted: Option<&str>, coordinator: &str) -> Result<Vec<Choice>, AddressError> {
+pub fn choose_each(
+    wanted: Option<&str>,
+    coordinator: &str,
+    deadline: Instant,
+) -> Result<Vec<Choice>, AddressError> {
     let Some(names) = wanted.filter(|wanted| wanted.contains(',')) else {
-        return choose(wanted, coordinator).map(|choice| vec![choice]);
+        return choose(wanted, coordinator, deadline).map(|choice| vec![choice]);
     };
     let mut choices: Vec<Choice> = Vec::new();
     for name in names.split(',').map(str::trim).filter(|name| !name.is_empty()) {
-        let choice = choose(Some(name), coordinator)?;
+        let choice = choose(Some(name), coordinator, deadline)?;
         if choices.iter().any(|other| other.ip == choice.ip) {
             return Err(AddressError::Twice { wanted: names.to_owned(), ip: choice.ip });
         }
@@ -144,6 +154,11 @@ impl Choice {
                 "a connection cannot be kept to its interface: the system's routes decide"
             );
         }
+    }
+
+    /// The largest packet that the interface takes, where the system says.
+    pub fn mtu(&self) -> Option<u32> {
+        crate::window::interface_mtu(self.interface.as_deref()?)
     }
 
     /// The NUMA node that the interface is attached to, where the machine says so.
@@ -225,8 +240,8 @@ fn explicit(ip: IpAddr, known: Interfaces) -> Result<Choice, AddressError> {
     Ok(Choice { ip, interface: known.name_of(ip), reason: "as asked".to_owned() })
 }
 
-fn route(coordinator: &str, known: Interfaces) -> Result<Choice, AddressError> {
-    let targets = resolve(coordinator)
+fn route(coordinator: &str, deadline: Instant, known: Interfaces) -> Result<Choice, AddressError> {
+    let targets = resolve(coordinator, deadline)
         .map_err(|source| AddressError::Resolve { coordinator: coordinator.to_owned(), source })?;
     let mut failure = io::ErrorKind::AddrNotAvailable.into();
     for target in targets {
@@ -255,10 +270,6 @@ fn route(coordinator: &str, known: Interfaces) -> Result<Choice, AddressError> {
         return Ok(Choice { ip, interface: known.name_of(ip), reason });
     }
     Err(AddressError::NoRoute { coordinator: coordinator.to_owned(), source: failure, known })
-}
-
-fn resolve(coordinator: &str) -> io::Result<Vec<SocketAddr>> {
-    coordinator.to_socket_addrs().map(Vec::from_iter)
 }
 
 /// The local address of the route to `target`. Connecting a UDP socket looks up the route and sends
@@ -306,6 +317,11 @@ const ANYWHERE: SocketAddr = SocketAddr::new(IpAddr::V4(Ipv4Addr::new(192, 0, 2,
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::time::Duration;
+
+    fn choose(wanted: Option<&str>, coordinator: &str) -> Result<Choice, AddressError> {
+        super::choose(wanted, coordinator, Instant::now() + Duration::from_secs(60))
+    }
 
     fn machine() -> Interfaces {
         let entry = |(name, ip): (&str, &str)| (name.to_owned(), ip.parse().unwrap());

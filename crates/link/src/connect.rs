@@ -2,6 +2,7 @@ use crate::Credentials;
 use crate::address::Choice;
 use crate::descriptors;
 use crate::handshake::{self, HandshakeError};
+use crate::names;
 use crate::secret::random_number;
 use crate::stream::{Stream, is_self_connected, socket_for, unix_address};
 use poseidon_core::wire::{Hello, Purpose, Status};
@@ -9,9 +10,9 @@ use poseidon_core::{Epoch, JobId, LaneId, NodeId};
 use socket2::{SockAddr, Socket};
 use std::fmt;
 use std::io::{self, ErrorKind};
-use std::net::{SocketAddr, ToSocketAddrs};
+use std::net::SocketAddr;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, mpsc};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -107,7 +108,7 @@ pub enum ConnectError {
 
 /// Calls the listener at `to` until it answers or the deadline passes: the peer may not have started
 /// yet, so a refused connection is tried again, and so is one that breaks during the handshake. A
-/// listener that answers and says no, or that does not know the secret, is not asked twice.
+/// listener that answers and says no is not asked twice, if it proves that it knows the secret.
 ///
 /// The stream has no deadline; both ends have proved that they know the secret.
 pub fn connect(
@@ -142,9 +143,10 @@ fn call(
 ) -> Result<Stream, ConnectError> {
     let is_cancelled = || cancelled.is_some_and(|cancelled| cancelled.load(Ordering::Acquire));
     let start = Instant::now();
-    let mut attempts = 0;
+    let (mut attempts, mut doubtful) = (0, 0);
     let mut last = "the deadline had passed before the first attempt".to_owned();
     let mut pause = FIRST_PAUSE;
+    let mut notice = FIRST_NOTICE;
     while Instant::now() < deadline {
         let targets = match resolve(to, deadline) {
             Ok(targets) => targets,
@@ -166,11 +168,15 @@ fn call(
                     let source = descriptors::explain(e, None);
                     return Err(ConnectError::Impossible { address: to.clone(), source });
                 }
-                Err(reason) if is_final(&reason) => {
+                Err(reason) if is_final(&reason, &mut doubtful) => {
                     return Err(ConnectError::Handshake { address: to.clone(), reason });
                 }
                 Err(reason) => last = describe(to, &target, &reason),
             }
+        }
+        if start.elapsed() >= notice {
+            notice = start.elapsed() + start.elapsed().min(RAREST_NOTICE);
+            tracing::warn!("waiting for an answer from {to}: {last}");
         }
         let until = deadline.min(Instant::now() + pause);
         while let left = until.saturating_duration_since(Instant::now())
@@ -203,7 +209,8 @@ fn attempt(
     let (cluster, nonce) = (credentials.cluster, [0; 32]);
     let mut hello = Hello { purpose, node, lane, cluster, identity, epoch, nonce };
     getrandom::fill(&mut hello.nonce).map_err(io::Error::from)?;
-    handshake::call(&mut stream, &hello, &credentials.secret)?;
+    let tags = handshake::call(&mut stream, &hello, &credentials.secret)?;
+    stream.set_tags(tags);
     stream.set_deadline(None);
     stream.set_cancelled(None);
     Ok(stream)
@@ -230,7 +237,7 @@ fn open(from: Option<&Choice>, target: &SockAddr, deadline: Instant) -> io::Resu
 }
 
 /// Why an address has no sockets.
-enum Unresolved {
+pub(crate) enum Unresolved {
     /// Asking again will not help.
     Never(ConnectError),
     /// Asking again may help.
@@ -239,7 +246,7 @@ enum Unresolved {
 
 /// The socket addresses that `to` may mean, best first. A name that is not known yet may become
 /// known: the machine with this name may still be starting.
-fn resolve(to: &Address, deadline: Instant) -> Result<Vec<SockAddr>, Unresolved> {
+pub(crate) fn resolve(to: &Address, deadline: Instant) -> Result<Vec<SockAddr>, Unresolved> {
     let address = match to {
         Address::Unix(name) => {
             return unix_address(name).map(|address| vec![address]).map_err(|source| {
@@ -255,32 +262,22 @@ fn resolve(to: &Address, deadline: Instant) -> Result<Vec<SockAddr>, Unresolved>
     if port.is_none_or(|port| port.parse::<u16>().is_err()) {
         return Err(Unresolved::Never(ConnectError::NotAnAddress { address: address.clone() }));
     }
-    // The system's resolver takes no deadline, so another thread asks it. If the answer comes too
-    // late, that thread ends by itself then.
-    let (sender, answer) = mpsc::channel();
-    let name = address.clone();
-    let ask = move || {
-        let _ = sender.send(name.to_socket_addrs().map(Vec::from_iter));
-    };
-    thread::Builder::new()
-        .name("poseidon-resolve".to_owned())
-        .spawn(ask)
-        .map_err(Unresolved::NotYet)?;
-    let found = answer
-        .recv_timeout(deadline.saturating_duration_since(Instant::now()))
-        .map_err(|_| io::Error::new(ErrorKind::TimedOut, "the name's resolution took too long"))
-        .and_then(|found| found)
-        .map_err(Unresolved::NotYet)?;
+    let found = names::resolve(address, deadline).map_err(Unresolved::NotYet)?;
     Ok(found.into_iter().map(SockAddr::from).collect())
 }
 
-/// Whether the listener's answer is final, so that calling again would not change it.
-fn is_final(reason: &HandshakeError) -> bool {
+/// Whether the listener's answer is final, so that calling again would not change it. An answer that
+/// anybody may have given is final when it has come [`DOUBTFUL`] times.
+fn is_final(reason: &HandshakeError, doubtful: &mut u32) -> bool {
     use HandshakeError::*;
     match reason {
         // It is on its way into the job.
         Refused(Status::NoBook) => false,
-        Refused(_) | Version { .. } | NotPoseidon | Impostor => true,
+        Refused(_) => true,
+        Unproved(_) | Version { .. } | NotPoseidon | Impostor => {
+            *doubtful += 1;
+            *doubtful >= DOUBTFUL
+        }
         Cut { .. } | Late { .. } | Io(_) => false,
     }
 }
@@ -293,8 +290,15 @@ fn describe(to: &Address, target: &SockAddr, reason: &HandshakeError) -> String 
     }
 }
 
+/// How often a listener that does not prove that it knows the secret is asked. Once would let a
+/// single packet of somebody in between stop a node. Five take 150 ms.
+const DOUBTFUL: u32 = 5;
 const FIRST_PAUSE: Duration = Duration::from_millis(10);
 const LONGEST_PAUSE: Duration = Duration::from_millis(500);
 /// How often a pause looks whether the call is still wanted.
 const GLANCE: Duration = Duration::from_millis(100);
 const LONGEST_ATTEMPT: Duration = Duration::from_secs(5);
+/// After so long it is said whom this process waits for, and then each time it has waited twice as
+/// long, but at least every [`RAREST_NOTICE`].
+const FIRST_NOTICE: Duration = Duration::from_secs(5);
+const RAREST_NOTICE: Duration = Duration::from_secs(60);

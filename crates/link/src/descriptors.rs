@@ -118,8 +118,7 @@ fn raise(to: Option<u64>) -> bool {
 /// Two doors, their event queue and mailbox, the control connection, and the descriptors of shared
 /// memory, for a moment.
 const NODE: usize = 12;
-/// What is good to have: up to 64 handshakes at once take two each for a moment, and the program
-/// opens files too.
+/// What is good to have: up to 128 strangers take one each, and the program opens files too.
 const SPARE: usize = 192;
 
 #[cfg(test)]

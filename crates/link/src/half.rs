@@ -1,4 +1,5 @@
 use crate::stream::{NO_SIGNAL, Stream, remaining, timed_out};
+use crate::tags::{Opener, Sealer, Tags};
 use socket2::Socket;
 use std::ffi::c_int;
 use std::io::{self, ErrorKind, Read, Write};
@@ -14,20 +15,24 @@ use std::time::Instant;
 pub struct Half {
     socket: Arc<Socket>,
     deadline: Option<Instant>,
+    /// Of the half that is read by, its opener is used; of the other one, its sealer.
+    tags: Option<Tags>,
 }
 
 impl Stream {
     /// The connection as two threads want it, one of which reads. Made to last: a peer whose
     /// machine is gone is noticed although nobody writes.
     pub fn split(self) -> io::Result<(Half, Half)> {
-        Ok(Half::pair(self.into_lasting_socket()?))
+        let (socket, tags) = self.into_lasting_socket()?;
+        Ok(Half::pair(socket, tags))
     }
 }
 
 impl Half {
-    fn pair(socket: Socket) -> (Self, Self) {
+    fn pair(socket: Socket, tags: Option<Tags>) -> (Self, Self) {
         let socket = Arc::new(socket);
-        (Self { socket: socket.clone(), deadline: None }, Self { socket, deadline: None })
+        let half = |socket, tags| Self { socket, deadline: None, tags };
+        (half(socket.clone(), tags.clone()), half(socket, tags))
     }
 
     /// From now on, reads and writes that are not done by `deadline` fail with
@@ -49,6 +54,35 @@ impl Half {
             Ok(bytes) => bytes == 0,
             Err(e) => !matches!(e.kind(), ErrorKind::WouldBlock | ErrorKind::Interrupted),
         }
+    }
+}
+
+/// A connection whose frames may have tags.
+pub trait Tagged {
+    /// Makes the tags of what is written, if frames have any.
+    fn sealer(&mut self) -> Option<&mut Sealer>;
+
+    /// Checks the tags of what is read, if frames have any.
+    fn opener(&mut self) -> Option<&mut Opener>;
+}
+
+impl Tagged for Half {
+    fn sealer(&mut self) -> Option<&mut Sealer> {
+        self.tags.as_mut().map(|tags| &mut tags.sealer)
+    }
+
+    fn opener(&mut self) -> Option<&mut Opener> {
+        self.tags.as_mut().map(|tags| &mut tags.opener)
+    }
+}
+
+impl Tagged for Stream {
+    fn sealer(&mut self) -> Option<&mut Sealer> {
+        self.tags().map(|tags| &mut tags.sealer)
+    }
+
+    fn opener(&mut self) -> Option<&mut Opener> {
+        self.tags().map(|tags| &mut tags.opener)
     }
 }
 
@@ -82,8 +116,8 @@ mod tests {
     #[test]
     fn one_half_reads_while_the_other_writes_and_either_ends_both() {
         let (near, far) = Socket::pair(Domain::UNIX, Type::STREAM, None).unwrap();
-        let (mut reader, mut writer) = Half::pair(near);
-        let (mut theirs, _) = Half::pair(far);
+        let (mut reader, mut writer) = Half::pair(near, None);
+        let (mut theirs, _) = Half::pair(far, None);
         let reading = std::thread::spawn(move || {
             let mut word = [0; 4];
             reader.read_exact(&mut word).unwrap();

@@ -1,8 +1,10 @@
-//! Who may speak: the four messages of `docs/wire.md` §1, over any `Read + Write`.
+//! Who may speak: the messages of `docs/wire.md` §1, and the keys that come out of them.
 //!
-//! The stream keeps the deadlines: a read that fails with `TimedOut` or `WouldBlock` ends the
-//! handshake.
+//! The caller's side is [`call`], over any `Read + Write`. The stream keeps the deadlines: a read that
+//! fails with `TimedOut` or `WouldBlock` ends the handshake. The listener's side is [`Reception`],
+//! which knows no socket: a listener has many of them at a time on one thread.
 
+use crate::tags::{KEY_SIZE, Tags};
 use crate::{Credentials, Secret};
 use hmac::{Hmac, KeyInit, Mac};
 use poseidon_core::wire::{Challenge, Hello, Status, VERSION, Verdict};
@@ -12,14 +14,24 @@ use std::ops::Range;
 
 /// Size of a proof message.
 pub const PROOF_SIZE: usize = 32;
+/// Size of what follows a hello: the proof that its sender knows the secret.
+pub const TOKEN_SIZE: usize = 32;
 
 /// A handshake that did not end in a welcome.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum HandshakeError {
-    /// The listener refused the caller. Both sides see the same status.
+    /// The listener refused the caller. Both sides see the same status, and the listener has proved
+    /// that it knows the secret.
     #[error("{0}")]
     Refused(Status),
+    /// A listener refused the caller, and has not proved that it knows the secret. A listener whose
+    /// secret is another one cannot prove it, and a stranger that listens there cannot either.
+    #[error(
+        "{0} (so says what listens there, but it does not prove that it knows this node's secret: \
+         it may be of another job, or a stranger)"
+    )]
+    Unproved(Status),
     /// The other side speaks another version of the protocol.
     #[error(
         "it speaks protocol version {theirs}, this build speaks {VERSION}: install the same \
@@ -63,14 +75,15 @@ pub enum HandshakeError {
     Io(#[from] io::Error),
 }
 
-/// The caller's side of the whole handshake. On success both ends have proved that they know the secret.
+/// The caller's side of the whole handshake. On success both ends have proved that they know the
+/// secret. Returns what the caller's end tags frames with.
 pub fn call(
     stream: &mut (impl Read + Write),
     hello: &Hello,
     secret: &Secret,
-) -> Result<(), HandshakeError> {
-    let hello = hello.encode();
-    stream.write_all(&hello)?;
+) -> Result<Tags, HandshakeError> {
+    let opening = open(hello, secret);
+    stream.write_all(&opening)?;
 
     let mut bytes = [0; Challenge::SIZE];
     fill(stream, "Challenge", &mut bytes, 0..PREFIX)?;
@@ -81,153 +94,278 @@ pub fn call(
         return Err(HandshakeError::Version { theirs: challenge.version });
     }
     if challenge.status != Status::Welcome {
-        return Err(HandshakeError::Refused(challenge.status));
+        let proof = mac(secret, &[REFUSAL, &opening, &bytes[..PREFIX]]);
+        return Err(refused(challenge.status, proof, &challenge.nonce));
     }
 
-    let transcript = Transcript { hello, challenge: bytes };
-    stream.write_all(&transcript.mac(secret, CALLER).finalize().into_bytes())?;
+    let transcript = Transcript { opening, challenge: bytes };
+    stream.write_all(&transcript.proof(secret))?;
 
     let mut bytes = [0; Verdict::SIZE];
     fill(stream, "Verdict", &mut bytes, 0..Verdict::SIZE)?;
     let verdict = Verdict::decode(&bytes);
+    let proof = transcript.mac(secret, LISTENER).chain_update(&bytes[..VERDICT_PREFIX]);
     if verdict.status != Status::Welcome {
-        return Err(HandshakeError::Refused(verdict.status));
+        return Err(refused(verdict.status, proof, &verdict.proof));
     }
-    let proof = transcript.mac(secret, LISTENER).verify_slice(&verdict.proof);
-    proof.map_err(|_| HandshakeError::Impostor)
+    proof.verify_slice(&verdict.proof).map_err(|_| HandshakeError::Impostor)?;
+    let (ours, theirs) = transcript.keys(secret);
+    Ok(Tags::new(ours, theirs))
 }
 
-/// The listener's side up to its challenge; [`Challenged::judge`] is the rest. Between the two the
-/// listener renews its deadline.
-pub fn challenge(
-    stream: &mut (impl Read + Write),
-    credentials: &Credentials,
-) -> Result<Challenged, HandshakeError> {
-    let mut bytes = [0; Hello::SIZE];
-    let decoded = receive_hello(stream, &mut bytes)?.and_then(|hello| {
-        if hello.cluster == credentials.cluster { Ok(hello) } else { Err(Status::Cluster) }
-    });
-    let mut challenge = Challenge { status: Status::Welcome, version: VERSION, nonce: [0; 32] };
-    let hello = match decoded {
-        Ok(hello) => hello,
-        Err(status) => {
-            challenge.status = status;
-            stream.write_all(&challenge.encode())?;
-            return Err(match status {
-                Status::Version => HandshakeError::Version { theirs: Hello::version(&bytes) },
-                _ => HandshakeError::Refused(status),
-            });
-        }
-    };
-    getrandom::fill(&mut challenge.nonce).map_err(io::Error::from)?;
-    let transcript = Transcript { hello: bytes, challenge: challenge.encode() };
-    stream.write_all(&transcript.challenge)?;
-    Ok(Challenged { hello, transcript })
+/// The first bytes of a connection: the hello, and the proof that its sender knows the secret. The
+/// proof is worth nothing to somebody who repeats it: the challenge asks for another one.
+pub fn open(hello: &Hello, secret: &Secret) -> [u8; Hello::SIZE + TOKEN_SIZE] {
+    let mut bytes = [0; Hello::SIZE + TOKEN_SIZE];
+    bytes[..Hello::SIZE].copy_from_slice(&hello.encode());
+    let token = mac(secret, &[HELLO, &bytes[..Hello::SIZE]]).finalize().into_bytes();
+    bytes[Hello::SIZE..].copy_from_slice(&token);
+    bytes
 }
 
-/// A caller that has been challenged and has proved nothing yet.
-pub struct Challenged {
-    hello: Hello,
-    transcript: Transcript,
+/// What a refusal means, with the proof it should have and the one it has.
+fn refused(status: Status, expected: Hmac<Sha256>, found: &[u8]) -> HandshakeError {
+    match expected.verify_slice(found) {
+        Ok(()) => HandshakeError::Refused(status),
+        Err(_) => HandshakeError::Unproved(status),
+    }
 }
 
-impl Challenged {
-    /// Reads the caller's proof and gives the verdict. `admit` is asked only about callers that
-    /// know the secret, so a stranger learns nothing about the cluster and changes nothing in it.
-    pub fn judge(
-        self,
-        stream: &mut (impl Read + Write),
-        secret: &Secret,
-        admit: impl FnOnce(&Hello) -> Result<(), Status>,
-    ) -> Result<Hello, HandshakeError> {
-        let proven = self.prove(stream, secret)?;
-        let judged = admit(&proven.hello);
-        proven.answer(stream, secret, judged)
+/// The listener's side of one handshake, until the caller has proved that it knows the secret: bytes
+/// in, bytes out. A caller without the secret gets no further than its hello.
+#[derive(Debug)]
+pub struct Reception {
+    /// What has come of the message that is awaited.
+    bytes: [u8; Hello::SIZE + TOKEN_SIZE],
+    have: usize,
+    /// Set when the caller has been challenged.
+    challenged: Option<(Hello, Transcript)>,
+}
+
+/// What a [`Reception`] makes of the bytes that have come.
+#[derive(Debug)]
+pub enum Heard {
+    /// The message is not all there.
+    Nothing,
+    /// The caller gets this answer, and goes on.
+    Challenge([u8; Challenge::SIZE]),
+    /// The caller knows the secret.
+    Proven(Proven),
+    /// The caller gets this answer, and nothing more is heard of it.
+    Refused(Refusal, HandshakeError),
+}
+
+/// The bytes of a refusal: a challenge or a verdict.
+pub type Refusal = Box<[u8]>;
+
+impl Default for Reception {
+    fn default() -> Self {
+        let bytes = [0; Hello::SIZE + TOKEN_SIZE];
+        Self { bytes, have: 0, challenged: None }
+    }
+}
+
+impl Reception {
+    /// Where the next bytes of the caller go. Never empty.
+    pub fn room(&mut self) -> &mut [u8] {
+        let end = match self.challenged {
+            Some(_) => PROOF_SIZE,
+            None if self.have < PREFIX => PREFIX,
+            None => Hello::SIZE + TOKEN_SIZE,
+        };
+        &mut self.bytes[self.have..end]
     }
 
-    /// Reads the caller's proof. A caller that does not know the secret is refused.
-    pub(crate) fn prove(
-        self,
-        stream: &mut (impl Read + Write),
-        secret: &Secret,
-    ) -> Result<Proven, HandshakeError> {
-        let mut proof = [0; PROOF_SIZE];
-        fill(stream, "Proof", &mut proof, 0..PROOF_SIZE)?;
-        let known = self.transcript.mac(secret, CALLER).verify_slice(&proof);
-        if known.is_err() {
-            let verdict = Verdict { status: Status::Secret, proof: [0; 32] };
-            stream.write_all(&verdict.encode())?;
-            return Err(HandshakeError::Refused(Status::Secret));
+    /// Whether the caller's hello has shown that its sender knew the secret.
+    pub fn is_challenged(&self) -> bool {
+        self.challenged.is_some()
+    }
+
+    /// The error of a caller that says no more: `late`, or that has hung up.
+    pub fn cut(&self, late: bool) -> HandshakeError {
+        let (message, size) = match self.challenged {
+            Some(_) => ("Proof", PROOF_SIZE),
+            None => ("Hello", Hello::SIZE + TOKEN_SIZE),
+        };
+        let got = self.have;
+        match late {
+            true => HandshakeError::Late { message, got, size },
+            false => HandshakeError::Cut { message, got, size },
         }
-        Ok(Proven { hello: self.hello, transcript: self.transcript })
+    }
+
+    /// The caller's next `count` bytes are in the [room](Self::room). Fails if the system has no
+    /// random bytes.
+    pub fn handle_read(&mut self, count: usize, credentials: &Credentials) -> io::Result<Heard> {
+        self.have += count;
+        if let Some((hello, transcript)) = &self.challenged {
+            if self.have < PROOF_SIZE {
+                return Ok(Heard::Nothing);
+            }
+            let proof = transcript.mac(&credentials.secret, CALLER);
+            if proof.verify_slice(&self.bytes[..PROOF_SIZE]).is_err() {
+                let verdict = Verdict { status: Status::Secret, proof: [0; 32] };
+                let error = HandshakeError::Refused(Status::Secret);
+                return Ok(Heard::Refused(verdict.encode().into(), error));
+            }
+            return Ok(Heard::Proven(Proven { hello: *hello, transcript: transcript.clone() }));
+        }
+        let (hello, token) = self.bytes.split_first_chunk().expect("a hello has room");
+        let decoded = match Hello::decode(hello) {
+            _ if self.have < PREFIX => return Ok(Heard::Nothing),
+            // These are judged by the first bytes: another version's hello may have another length.
+            Err(status @ (Status::Garbage | Status::Version)) => Err(status),
+            _ if self.have < self.bytes.len() => return Ok(Heard::Nothing),
+            decoded => decoded,
+        };
+        let is_known = || mac(&credentials.secret, &[HELLO, hello]).verify_slice(token).is_ok();
+        let judged = match decoded {
+            Err(status @ (Status::Garbage | Status::Version)) => Err((status, false)),
+            Err(status) => Err((status, is_known())),
+            Ok(hello) if hello.cluster != credentials.cluster => Err((Status::Cluster, is_known())),
+            Ok(_) if !is_known() => Err((Status::Secret, false)),
+            Ok(hello) => Ok(hello),
+        };
+        let mut challenge = Challenge { status: Status::Welcome, version: VERSION, nonce: [0; 32] };
+        match judged {
+            Ok(hello) => {
+                getrandom::fill(&mut challenge.nonce)?;
+                let transcript = Transcript { opening: self.bytes, challenge: challenge.encode() };
+                let bytes = transcript.challenge;
+                self.challenged = Some((hello, transcript));
+                self.have = 0;
+                Ok(Heard::Challenge(bytes))
+            }
+            Err((status, known)) => {
+                challenge.status = status;
+                // Only those who know the secret get something that was made with it.
+                if known {
+                    let parts = [REFUSAL, &self.bytes, &challenge.encode()[..PREFIX]];
+                    let proof = mac(&credentials.secret, &parts).finalize();
+                    challenge.nonce = proof.into_bytes().into();
+                }
+                let error = match status {
+                    Status::Version => HandshakeError::Version { theirs: Hello::version(hello) },
+                    _ => HandshakeError::Refused(status),
+                };
+                Ok(Heard::Refused(challenge.encode().into(), error))
+            }
+        }
     }
 }
 
 /// A caller that knows the secret and awaits its verdict.
-pub(crate) struct Proven {
-    pub(crate) hello: Hello,
+#[derive(Debug)]
+pub struct Proven {
+    /// What the caller wants.
+    pub hello: Hello,
     transcript: Transcript,
 }
 
 impl Proven {
-    /// Gives the verdict.
-    pub(crate) fn answer(
+    /// The verdict. If the caller is welcome, also what the listener's end tags frames with.
+    pub fn judge(
         self,
-        stream: &mut impl Write,
         secret: &Secret,
         judged: Result<(), Status>,
-    ) -> Result<Hello, HandshakeError> {
-        let verdict = match judged {
-            Ok(()) => Verdict {
-                status: Status::Welcome,
-                proof: self.transcript.mac(secret, LISTENER).finalize().into_bytes().into(),
-            },
-            Err(status) => Verdict { status, proof: [0; 32] },
-        };
-        stream.write_all(&verdict.encode())?;
-        judged.map(|()| self.hello).map_err(HandshakeError::Refused)
+    ) -> ([u8; Verdict::SIZE], Result<Tags, HandshakeError>) {
+        let status = judged.err().unwrap_or(Status::Welcome);
+        let mut verdict = Verdict { status, proof: [0; 32] };
+        let proof = self.transcript.mac(secret, LISTENER);
+        let proof = proof.chain_update(&verdict.encode()[..VERDICT_PREFIX]).finalize();
+        verdict.proof = proof.into_bytes().into();
+        let (theirs, ours) = self.transcript.keys(secret);
+        let tags = judged.map(|()| Tags::new(ours, theirs)).map_err(HandshakeError::Refused);
+        (verdict.encode(), tags)
     }
 }
 
-/// What both proofs cover: the two messages exactly as they crossed the wire.
+/// The listener's side of the whole handshake, over a stream that blocks. `admit` is asked only about
+/// callers that know the secret, so a stranger learns nothing about the cluster and changes nothing in
+/// it.
+pub fn answer(
+    stream: &mut (impl Read + Write),
+    credentials: &Credentials,
+    admit: impl FnOnce(&Hello) -> Result<(), Status>,
+) -> Result<(Hello, Tags), HandshakeError> {
+    let mut reception = Reception::default();
+    loop {
+        let count = match stream.read(reception.room()) {
+            Ok(0) => return Err(reception.cut(false)),
+            Ok(count) => count,
+            Err(e) => match e.kind() {
+                io::ErrorKind::Interrupted => continue,
+                io::ErrorKind::TimedOut | io::ErrorKind::WouldBlock => {
+                    return Err(reception.cut(true));
+                }
+                _ => return Err(e.into()),
+            },
+        };
+        match reception.handle_read(count, credentials)? {
+            Heard::Nothing => {}
+            Heard::Challenge(bytes) => stream.write_all(&bytes)?,
+            Heard::Refused(bytes, error) => {
+                stream.write_all(&bytes)?;
+                return Err(error);
+            }
+            Heard::Proven(proven) => {
+                let hello = proven.hello;
+                let judged = admit(&hello);
+                let (verdict, tags) = proven.judge(&credentials.secret, judged);
+                stream.write_all(&verdict)?;
+                return tags.map(|tags| (hello, tags));
+            }
+        }
+    }
+}
+
+/// What both proofs and the keys cover: the first two messages exactly as they crossed the wire.
+#[derive(Clone, Debug)]
 struct Transcript {
-    hello: [u8; Hello::SIZE],
+    opening: [u8; Hello::SIZE + TOKEN_SIZE],
     challenge: [u8; Challenge::SIZE],
 }
 
 impl Transcript {
     fn mac(&self, secret: &Secret, label: &[u8]) -> Hmac<Sha256> {
-        Hmac::<Sha256>::new_from_slice(secret.expose().as_bytes())
-            .expect("HMAC takes keys of any length")
-            .chain_update(label)
-            .chain_update(self.hello)
-            .chain_update(self.challenge)
+        mac(secret, &[label, &self.opening, &self.challenge])
+    }
+
+    /// The caller's proof.
+    fn proof(&self, secret: &Secret) -> [u8; PROOF_SIZE] {
+        self.mac(secret, CALLER).finalize().into_bytes().into()
+    }
+
+    /// The keys of what the caller writes and of what the listener writes. Both nonces are in them,
+    /// so no two connections have the same.
+    fn keys(&self, secret: &Secret) -> ([u8; KEY_SIZE], [u8; KEY_SIZE]) {
+        let both: [u8; 2 * KEY_SIZE] = self.mac(secret, KEYS).finalize().into_bytes().into();
+        let (caller, listener) = both.split_at(KEY_SIZE);
+        (caller.try_into().expect("a half"), listener.try_into().expect("a half"))
     }
 }
 
-/// The two sides' proofs have different labels, so that neither proof can be sent back as the
-/// other's.
+fn mac(secret: &Secret, parts: &[&[u8]]) -> Hmac<Sha256> {
+    let mut mac = Hmac::<Sha256>::new_from_slice(secret.expose().as_bytes())
+        .expect("HMAC takes keys of any length");
+    parts.iter().for_each(|part| mac.update(part));
+    mac
+}
+
+/// What is made with the secret has different labels, so that nothing can be sent back as something
+/// else.
+const HELLO: &[u8] = b"poseidon hello";
+const REFUSAL: &[u8] = b"poseidon refusal";
 const CALLER: &[u8] = b"poseidon caller";
 const LISTENER: &[u8] = b"poseidon listener";
+const KEYS: &[u8] = b"poseidon keys";
 
 /// Magic, version, purpose and status lie within the first bytes of a message. They are judged
 /// before the rest is awaited: a stranger, or another version whose messages have other sizes,
 /// gets its answer at once.
 const PREFIX: usize = 16;
-
-/// Reads the caller's Hello. The outer error is the stream's. The inner error is the status that the
-/// listener answers with.
-fn receive_hello(
-    stream: &mut impl Read,
-    bytes: &mut [u8; Hello::SIZE],
-) -> Result<Result<Hello, Status>, HandshakeError> {
-    fill(stream, "Hello", bytes, 0..PREFIX)?;
-    if let Err(status) = Hello::decode(bytes) {
-        return Ok(Err(status));
-    }
-    fill(stream, "Hello", bytes, PREFIX..Hello::SIZE)?;
-    Ok(Hello::decode(bytes))
-}
+/// Bytes of a verdict before its proof.
+const VERDICT_PREFIX: usize = 8;
 
 /// Reads the `part` of `message` that comes next.
 fn fill(
@@ -255,171 +393,4 @@ fn fill(
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use poseidon_core::wire::Purpose;
-    use poseidon_core::{Epoch, JobId, LaneId, NodeId};
-    use proptest::prelude::*;
-
-    /// Reads a script, keeps what is written.
-    struct Scripted<'a> {
-        input: &'a [u8],
-        output: Vec<u8>,
-    }
-
-    impl<'a> Scripted<'a> {
-        fn new(input: &'a [u8]) -> Self {
-            Self { input, output: Vec::new() }
-        }
-    }
-
-    impl Read for Scripted<'_> {
-        fn read(&mut self, buf: &mut [u8]) -> io::Result<usize> {
-            self.input.read(buf)
-        }
-    }
-
-    impl Write for Scripted<'_> {
-        fn write(&mut self, buf: &[u8]) -> io::Result<usize> {
-            self.output.write(buf)
-        }
-        fn flush(&mut self) -> io::Result<()> {
-            Ok(())
-        }
-    }
-
-    fn credentials() -> Credentials {
-        Credentials { cluster: [9; 16], secret: "Jefe".parse().unwrap() }
-    }
-
-    fn hello() -> Hello {
-        Hello {
-            purpose: Purpose::Lane,
-            node: NodeId(1),
-            lane: LaneId(2),
-            cluster: [9; 16],
-            identity: JobId([4; 16]),
-            epoch: Epoch(1),
-            nonce: [7; 32],
-        }
-    }
-
-    /// HMAC-SHA256 written out from RFC 2104, so that the proofs are checked against the
-    /// specification and not against the code that makes them.
-    fn rfc2104(key: &[u8], parts: &[&[u8]]) -> [u8; 32] {
-        use sha2::Digest;
-        let pad = |x: u8| {
-            let mut block = [x; 64];
-            block.iter_mut().zip(key).for_each(|(b, k)| *b ^= k);
-            block
-        };
-        let mut inner = Sha256::new_with_prefix(pad(0x36));
-        parts.iter().for_each(|part| inner.update(part));
-        Sha256::new_with_prefix(pad(0x5c)).chain_update(inner.finalize()).finalize().into()
-    }
-
-    #[test]
-    fn proofs_are_what_the_specification_says() {
-        let challenge = Challenge { status: Status::Welcome, version: VERSION, nonce: [3; 32] };
-        let covered: [&[u8]; 2] = [&hello().encode(), &challenge.encode()];
-        let listener = rfc2104(b"Jefe", &[b"poseidon listener", covered[0], covered[1]]);
-        let verdict = Verdict { status: Status::Welcome, proof: listener };
-        let script = [&challenge.encode()[..], &verdict.encode()].concat();
-        let mut stream = Scripted::new(&script);
-        call(&mut stream, &hello(), &credentials().secret).unwrap();
-        let caller = rfc2104(b"Jefe", &[b"poseidon caller", covered[0], covered[1]]);
-        assert_eq!(stream.output, [&hello().encode()[..], &caller].concat());
-    }
-
-    #[test]
-    fn a_caller_is_challenged_afresh_each_time() {
-        let mut nonces = [[0; 32]; 2];
-        for nonce in &mut nonces {
-            let script = hello().encode();
-            let mut stream = Scripted::new(&script);
-            challenge(&mut stream, &credentials()).unwrap();
-            *nonce = Challenge::decode(stream.output[..].try_into().unwrap()).unwrap().nonce;
-        }
-        assert_ne!(nonces[0], nonces[1]);
-        assert_ne!(nonces[0], [0; 32]);
-    }
-
-    #[test]
-    fn a_stranger_is_not_waited_for() {
-        let mut stream = Scripted::new(b"GET / HTTP/1.1\r\n");
-        let error = challenge(&mut stream, &credentials()).err().unwrap();
-        assert!(matches!(error, HandshakeError::Refused(Status::Garbage)), "{error}");
-        let answer = Challenge::decode(stream.output[..].try_into().unwrap()).unwrap();
-        assert_eq!((answer.status, answer.nonce), (Status::Garbage, [0; 32]));
-
-        let mut stream = Scripted::new(b"HTTP/1.1 400 Bad Request");
-        let error = call(&mut stream, &hello(), &credentials().secret).unwrap_err();
-        assert!(matches!(error, HandshakeError::NotPoseidon), "{error}");
-    }
-
-    #[test]
-    fn a_listener_of_another_version_says_which() {
-        let challenge = Challenge { status: Status::Version, version: VERSION + 1, nonce: [0; 32] };
-        let script = challenge.encode();
-        let error = call(&mut Scripted::new(&script), &hello(), &credentials().secret).unwrap_err();
-        assert!(
-            matches!(error, HandshakeError::Version { theirs } if theirs == VERSION + 1),
-            "{error}"
-        );
-    }
-
-    #[test]
-    fn a_caller_of_another_version_is_told_ours_and_the_log_names_both() {
-        // As long as version 4's was: nothing but its beginning is awaited.
-        let mut script = hello().encode()[..64].to_vec();
-        script[8..10].copy_from_slice(&4u16.to_le_bytes());
-        let mut stream = Scripted::new(&script);
-        let error = challenge(&mut stream, &credentials()).err().unwrap().to_string();
-        assert!(
-            error.contains("version 4") && error.contains(&format!("speaks {VERSION}")),
-            "{error}"
-        );
-        let answer = Challenge::decode(stream.output[..].try_into().unwrap()).unwrap();
-        assert_eq!((answer.status, answer.version), (Status::Version, VERSION));
-    }
-
-    #[test]
-    fn a_cut_message_says_how_much_came() {
-        let script = hello().encode();
-        let error = challenge(&mut Scripted::new(&script[..20]), &credentials()).err().unwrap();
-        assert_eq!(error.to_string(), "the connection ended after 20 of the 88 bytes of its Hello");
-    }
-
-    #[test]
-    fn strangers_are_not_shown_to_admit() {
-        let script = [&hello().encode()[..], &[0; PROOF_SIZE]].concat();
-        let mut stream = Scripted::new(&script);
-        let challenged = challenge(&mut stream, &credentials()).unwrap();
-        let admit = |_: &Hello| -> Result<(), Status> { panic!("asked about a stranger") };
-        let error = challenged.judge(&mut stream, &credentials().secret, admit).unwrap_err();
-        assert!(matches!(error, HandshakeError::Refused(Status::Secret)), "{error}");
-        let verdict = Verdict::decode(stream.output[Challenge::SIZE..].try_into().unwrap());
-        assert_eq!(verdict, Verdict { status: Status::Secret, proof: [0; 32] });
-    }
-
-    proptest! {
-        #[test]
-        fn no_bytes_get_a_stranger_in(start in 0usize..=48, bytes: Vec<u8>) {
-            let script = [&hello().encode()[..start], &bytes].concat();
-            let mut stream = Scripted::new(&script);
-            if let Ok(challenged) = challenge(&mut stream, &credentials()) {
-                let judged = challenged.judge(&mut stream, &credentials().secret, |_| Ok(()));
-                prop_assert!(judged.is_err());
-            }
-        }
-
-        #[test]
-        fn no_bytes_pass_for_a_listener(start in 0usize..=48, bytes: Vec<u8>) {
-            let welcome = Challenge { status: Status::Welcome, version: VERSION, nonce: [1; 32] };
-            let script = [&welcome.encode()[..start], &bytes].concat();
-            prop_assert!(
-                call(&mut Scripted::new(&script), &hello(), &credentials().secret).is_err()
-            );
-        }
-    }
-}
+mod tests;

@@ -4,32 +4,45 @@
 //!   processes of one machine, over an abstract unix socket.
 //! * [`Link`]: what a lane's event loop reads and writes; a [`Stream`] becomes one.
 //! * [`handshake`]: who may speak (`docs/wire.md` §1), over any `Read + Write`.
+//! * [`Tags`]: what proves that frames between hosts come as they were sent.
 //! * [`Half`]: a [`Stream`] that one thread reads and others write.
 //! * [`descriptors`]: how many of them a process may open, and what to say when they do not
 //!   suffice.
+//! * [`TextServer`]: a page of text that anybody may ask for by HTTP.
 //! * [`address`]: which local address to listen on, and why.
+//! * [`path`]: what the way to another machine is like: packets that pass, ports that answer.
 //! * [`memory`]: links without a network, in virtual time and with faults, for tests.
 
 pub mod address;
 pub mod descriptors;
 pub mod handshake;
 pub mod memory;
+pub mod path;
 
 mod connect;
+mod delivery;
+mod door;
 mod half;
 mod listener;
+mod names;
 mod past_cache;
 mod secret;
 mod shared;
 mod stream;
+mod tags;
+mod text_server;
 mod window;
 
 pub use connect::{Address, Caller, ConnectError, connect, connect_unless};
-pub use half::Half;
+pub use delivery::{Delivery, PathFacts};
+pub use half::{Half, Tagged};
 pub use handshake::HandshakeError;
 pub use listener::{BindError, Listener, Serving};
-pub use secret::{Credentials, EmptySecret, Secret, random_bytes};
+pub use names::resolve;
+pub use secret::{Credentials, Secret, SecretFileError, ShortSecret, random_bytes};
 pub use stream::{SOCKET_BUFFER, Stream};
+pub use tags::{Changed, Opener, Sealer, TAG_SIZE, Tag, Tagging, Tags};
+pub use text_server::TextServer;
 
 use std::fmt;
 use std::io::{self, IoSlice, IoSliceMut};
@@ -83,6 +96,12 @@ pub trait Link: Send {
     /// What carries the bytes.
     fn carrier(&self) -> Carrier;
 
+    /// What frames on this link are tagged with, if they have tags: those of a TCP connection do.
+    /// The link does not count them; who writes and reads frames does.
+    fn tags(&mut self) -> Option<&mut Tags> {
+        None
+    }
+
     /// From now on, up to `bytes` bytes may be under way to this end. A connection between machines
     /// begins with a small window. Fewer bytes than before change nothing: two ends that take back
     /// what they have offered may throw away each other's acknowledgements, and wait for ever.
@@ -99,6 +118,12 @@ pub trait Link: Send {
 
     /// The shortest time that bytes took to the other end and back, where that is known.
     fn round_trip(&self) -> Option<Duration> {
+        None
+    }
+
+    /// What the system knows about the bytes that were sent: whether they arrive, and whether the
+    /// other end reads them. None if there is no network in between.
+    fn delivery(&self) -> Option<Delivery> {
         None
     }
 }

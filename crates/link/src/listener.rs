@@ -1,21 +1,18 @@
 use crate::Credentials;
 use crate::address::Choice;
 use crate::descriptors::{self, Need};
-use crate::handshake::{self, HandshakeError, Proven};
+use crate::door::Door;
 use crate::secret::random_number;
 use crate::stream::{Stream, socket_for, unix_address};
-use mio::unix::SourceFd;
-use mio::{Events, Interest, Poll, Token, Waker};
+use mio::{Poll, Waker};
 use poseidon_core::wire::{Hello, Status};
 use socket2::{SockAddr, Socket};
-use std::collections::BTreeMap;
 use std::io::{self, ErrorKind};
-use std::net::{IpAddr, Shutdown, SocketAddr};
-use std::os::fd::AsRawFd;
+use std::net::{IpAddr, SocketAddr};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard};
-use std::thread::{self, JoinHandle, Scope};
-use std::time::{Duration, Instant};
+use std::thread::{self, JoinHandle};
+use std::time::Duration;
 
 /// Where a node is called: a TCP port and, on Linux, an abstract unix socket for callers on the
 /// same machine. Callers are answered once the listener [serves](Listener::serve); until then
@@ -138,9 +135,9 @@ impl Listener {
 
     /// Answers callers in the background until the returned [`Serving`] is dropped.
     ///
-    /// Each handshake has a thread of its own, so a silent or slow caller keeps nobody waiting.
-    /// `admit` is asked about callers that know the secret; whom it lets in goes to `deliver`. Both
-    /// are called from several threads at once. `admit` may wait, and keeps only its own caller
+    /// One thread hears all callers, so a silent or slow one keeps nobody waiting. A caller that has
+    /// proved that it knows the secret gets a thread of its own for the rest: `admit` is asked about
+    /// it, and whom `admit` lets in goes to `deliver`. `admit` may wait, and keeps only its own caller
     /// waiting. It decides and does not record: the caller may be gone before its welcome reaches
     /// it, and two callers that claim to be the same node may both be admitted, so `deliver` must
     /// cope with a second one.
@@ -161,26 +158,18 @@ impl Listener {
         deliver: impl Fn(Hello, Stream) + Send + Sync + 'static,
     ) -> io::Result<Serving> {
         let poll = Poll::new()?;
-        for listening in &self.sockets {
-            let mut source = SourceFd(&listening.as_raw_fd());
-            poll.registry().register(&mut source, CALLER, Interest::READABLE)?;
-        }
-        let waker = Arc::new(Waker::new(poll.registry(), WAKE)?);
         let stop = Arc::new(AtomicBool::new(false));
-        let acceptor = Acceptor {
+        let waker = Arc::new(Waker::new(poll.registry(), Door::WAKE)?);
+        let door = Door {
             sockets: self.sockets,
             need: self.need,
             credentials,
             message_limit,
-            admit,
-            deliver,
             stop: stop.clone(),
-            waker: waker.clone(),
-            pending: Mutex::default(),
         };
         let thread = thread::Builder::new()
             .name("poseidon-accept".to_owned())
-            .spawn(move || acceptor.run(poll))?;
+            .spawn(move || door.serve(poll, &admit, &deliver))?;
         Ok(Serving { tcp: self.tcp[0], unix: self.unix, stop, waker, thread: Some(thread) })
     }
 }
@@ -225,213 +214,6 @@ impl Drop for Serving {
     }
 }
 
-/// What the accepting thread shares with the threads of the handshakes it starts.
-struct Acceptor<A, D> {
-    sockets: Vec<Socket>,
-    need: Option<Need>,
-    credentials: Credentials,
-    message_limit: Duration,
-    admit: A,
-    deliver: D,
-    stop: Arc<AtomicBool>,
-    waker: Arc<Waker>,
-    /// Callers that have not proved yet that they know the secret, oldest first. The accepting
-    /// thread adds; whoever removes one has the last word on it: its own thread when it has proved
-    /// it or the handshake is over, the accepting thread when it hangs up.
-    pending: Mutex<BTreeMap<u64, PendingHandshake>>,
-}
-
-/// One handshake under way: what is needed to hang up on its caller.
-struct PendingHandshake {
-    since: Instant,
-    peer: String,
-    socket: Socket,
-}
-
-impl<A, D> Acceptor<A, D>
-where
-    A: Fn(&Hello) -> Result<(), Status> + Sync,
-    D: Fn(Hello, Stream) + Sync,
-{
-    fn run(self, mut poll: Poll) {
-        let mut events = Events::with_capacity(8);
-        // The scope's end joins every handshake.
-        thread::scope(|scope| {
-            let mut next_id = 0;
-            let mut pause = None;
-            loop {
-                if let Err(error) = poll.poll(&mut events, pause)
-                    && error.kind() != ErrorKind::Interrupted
-                {
-                    tracing::error!(%error, "no longer accepting connections");
-                    break;
-                }
-                if self.stop.load(Ordering::Acquire) {
-                    break;
-                }
-                pause = self.accept_all(scope, &mut next_id);
-            }
-            for pending in std::mem::take(&mut *self.pending()).into_values() {
-                let _ = pending.socket.shutdown(Shutdown::Both);
-            }
-        });
-    }
-
-    /// Accepts until no caller is left, because readiness is edge-triggered. If it has to leave a
-    /// caller in the queue, it returns how soon to try again; the end of a handshake wakes the
-    /// accepting thread sooner.
-    fn accept_all<'s>(&'s self, scope: &'s Scope<'s, '_>, next_id: &mut u64) -> Option<Duration> {
-        while !self.stop.load(Ordering::Acquire) {
-            let mut idle = true;
-            for listening in &self.sockets {
-                if let Err(wait) = self.make_room() {
-                    return Some(wait);
-                }
-                match listening.accept() {
-                    Ok((socket, address)) => {
-                        idle = false;
-                        *next_id += 1;
-                        if let Err(error) = self.start(scope, *next_id, socket, &address) {
-                            tracing::warn!(%error, "dropped a caller");
-                        }
-                    }
-                    Err(e) => match e.kind() {
-                        ErrorKind::WouldBlock => {}
-                        // This caller failed, which says nothing about the next caller.
-                        ErrorKind::Interrupted
-                        | ErrorKind::ConnectionAborted
-                        | ErrorKind::ConnectionReset => idle = false,
-                        _ => {
-                            let error = descriptors::explain(e, self.need);
-                            tracing::warn!(%error, "cannot accept a caller just now");
-                            return Some(SHORTAGE_PAUSE);
-                        }
-                    },
-                }
-            }
-            if idle {
-                break;
-            }
-        }
-        None
-    }
-
-    /// Makes sure that one more handshake may start, or says how long to wait. When the most
-    /// handshakes are under way, the oldest is cut off if it has lasted far longer than an honest
-    /// one.
-    fn make_room(&self) -> Result<(), Duration> {
-        let mut pending = self.pending();
-        if pending.len() < MAX_HANDSHAKES {
-            return Ok(());
-        }
-        let Some(oldest) = pending.first_entry() else { return Ok(()) };
-        let age = oldest.get().since.elapsed();
-        if age < LONGEST_WHEN_FULL {
-            return Err(LONGEST_WHEN_FULL - age);
-        }
-        let PendingHandshake { peer, socket, .. } = oldest.remove();
-        tracing::warn!(peer, "refused a connection: too slow while others wait");
-        let _ = socket.shutdown(Shutdown::Both);
-        Ok(())
-    }
-
-    fn start<'s>(
-        &'s self,
-        scope: &'s Scope<'s, '_>,
-        id: u64,
-        socket: Socket,
-        address: &SockAddr,
-    ) -> io::Result<()> {
-        let stream = Stream::new(socket, address)?;
-        let socket = stream.try_clone_socket()?;
-        let peer = stream.peer().to_owned();
-        self.pending().insert(id, PendingHandshake { since: Instant::now(), peer, socket });
-        let slot = HandshakeSlot { acceptor: self, id };
-        // If the thread cannot be started, the closure is dropped, and `slot` with it.
-        thread::Builder::new()
-            .name("poseidon-hello".to_owned())
-            .spawn_scoped(scope, move || self.answer(stream, slot))?;
-        Ok(())
-    }
-
-    fn answer(&self, mut stream: Stream, slot: HandshakeSlot<'_, A, D>) {
-        let proven = self.prove(&mut stream);
-        // A caller that knows the secret is no stranger: while it waits to be admitted it takes no
-        // stranger's place.
-        if !slot.leave() {
-            // The accepting thread hung up, and has said so.
-            return;
-        }
-        let shaken = proven.and_then(|proven| {
-            let judged = (self.admit)(&proven.hello);
-            stream.set_deadline(Some(Instant::now() + self.message_limit));
-            proven.answer(&mut stream, &self.credentials.secret, judged)
-        });
-        let error = match shaken {
-            Ok(hello) => {
-                stream.set_deadline(None);
-                return (self.deliver)(hello, stream);
-            }
-            Err(error) => error,
-        };
-        let peer = stream.peer();
-        match &error {
-            // Scanners and health checks: they asked for nothing, and nothing was refused.
-            HandshakeError::Cut { message: "Hello", got: 0, .. } => {
-                tracing::debug!(peer, "a caller left without a word");
-            }
-            // It will call again.
-            HandshakeError::Refused(Status::NoBook) => {
-                tracing::debug!(peer, reason = %error, "put off a connection");
-            }
-            error => tracing::warn!(peer, reason = %error, "refused a connection"),
-        }
-        if let HandshakeError::Refused(_) | HandshakeError::Version { .. } = error {
-            stream.close_gently();
-        }
-    }
-
-    fn prove(&self, stream: &mut Stream) -> Result<Proven, HandshakeError> {
-        stream.set_deadline(Some(Instant::now() + self.message_limit));
-        let challenged = handshake::challenge(stream, &self.credentials)?;
-        stream.set_deadline(Some(Instant::now() + self.message_limit));
-        challenged.prove(stream, &self.credentials.secret)
-    }
-}
-
-impl<A, D> Acceptor<A, D> {
-    fn pending(&self) -> MutexGuard<'_, BTreeMap<u64, PendingHandshake>> {
-        self.pending.lock().expect("nothing panics while it holds this lock")
-    }
-}
-
-/// One of the [`MAX_HANDSHAKES`] slots. It is given up when the handshake's thread ends, also by a
-/// panic.
-struct HandshakeSlot<'a, A, D> {
-    acceptor: &'a Acceptor<A, D>,
-    id: u64,
-}
-
-impl<A, D> HandshakeSlot<'_, A, D> {
-    /// Gives the slot up. False if the accepting thread has taken it away before.
-    fn leave(&self) -> bool {
-        let mut pending = self.acceptor.pending();
-        let was_full = pending.len() >= MAX_HANDSHAKES;
-        let held = pending.remove(&self.id).is_some();
-        if held && was_full {
-            // If the accepting thread cannot be woken, the next caller waits for its pause.
-            let _ = self.acceptor.waker.wake();
-        }
-        held
-    }
-}
-
-impl<A, D> Drop for HandshakeSlot<'_, A, D> {
-    fn drop(&mut self) {
-        self.leave();
-    }
-}
-
 fn open_tcp(address: SocketAddr) -> io::Result<(SocketAddr, Socket)> {
     let address = SockAddr::from(address);
     let socket = socket_for(&address)?;
@@ -454,18 +236,8 @@ fn open_unix() -> io::Result<(String, Socket)> {
     Ok((name, socket))
 }
 
-const CALLER: Token = Token(0);
-const WAKE: Token = Token(1);
-
 /// How long each message of a caller may take, by `docs/wire.md` §1.
 const MESSAGE_LIMIT: Duration = Duration::from_secs(5);
-/// The most handshakes at a time. Each has a thread, so it limits the threads that strangers can
-/// make this process start.
-const MAX_HANDSHAKES: usize = 64;
-/// How long a handshake may last while others wait to start. An honest one takes two round trips.
-const LONGEST_WHEN_FULL: Duration = Duration::from_secs(1);
-/// How long to wait when the system is out of descriptors or memory.
-const SHORTAGE_PAUSE: Duration = Duration::from_millis(100);
 /// Callers that the kernel keeps until they are accepted. Every lane of every node may call in the
 /// same instant; the kernel may allow fewer.
 const BACKLOG: i32 = 4096;
@@ -473,17 +245,19 @@ const BACKLOG: i32 = 4096;
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::door::MOST_STRANGERS;
     use crate::{Address, Caller, connect};
     use poseidon_core::wire::Purpose;
     use poseidon_core::{Epoch, JobId, LaneId, NodeId};
     use std::io::{Read, Write};
     use std::net::{Ipv4Addr, TcpStream};
     use std::sync::mpsc;
+    use std::time::Instant;
 
     const FOREVER: Duration = Duration::from_secs(3600);
 
     fn credentials() -> Credentials {
-        Credentials { cluster: [1; 16], secret: "sesame".parse().unwrap() }
+        Credentials { cluster: [1; 16], secret: "open, sesame, open".parse().unwrap() }
     }
 
     fn serve(limit: Duration) -> (Serving, mpsc::Receiver<NodeId>) {
@@ -556,11 +330,52 @@ mod tests {
     #[test]
     fn a_crowd_of_silent_callers_gives_way() {
         let (serving, delivered) = serve(FOREVER);
-        let crowd: Vec<_> =
-            (0..MAX_HANDSHAKES + 10).map(|_| TcpStream::connect(serving.tcp()).unwrap()).collect();
+        let mut crowd: Vec<_> =
+            (0..2 * MOST_STRANGERS).map(|_| TcpStream::connect(serving.tcp()).unwrap()).collect();
         let _served = call(&serving, 7);
         assert_eq!(delivered.recv(), Ok(NodeId(7)));
-        drop(crowd);
+        // Those that came first were hung up on.
+        assert!(matches!(crowd[0].read(&mut [0; 1]), Ok(0) | Err(_)));
+    }
+
+    /// Callers that have shown a hello of ours take no stranger's place, and no stranger takes theirs.
+    #[test]
+    fn a_crowd_does_not_push_out_one_whose_hello_has_come() {
+        let (serving, delivered) = serve(FOREVER);
+        let mut caller = TcpStream::connect(serving.tcp()).unwrap();
+        let hello = Hello {
+            purpose: Purpose::Lane,
+            node: NodeId(5),
+            lane: LaneId(0),
+            cluster: [1; 16],
+            identity: JobId([2; 16]),
+            epoch: Epoch(1),
+            nonce: [3; 32],
+        };
+        struct Between<'a>(&'a mut TcpStream, SocketAddr, Vec<TcpStream>);
+        impl Read for Between<'_> {
+            fn read(&mut self, buf: &mut [u8]) -> io::Result<usize> {
+                let count = self.0.read(buf)?;
+                // The crowd comes between the challenge and the proof.
+                while self.2.len() < 2 * MOST_STRANGERS {
+                    self.2.push(TcpStream::connect(self.1)?);
+                }
+                // When the first of the crowd is hung up on, more have come than there is room for.
+                let _ = self.2[0].read(&mut [0; 1]);
+                Ok(count)
+            }
+        }
+        impl Write for Between<'_> {
+            fn write(&mut self, buf: &[u8]) -> io::Result<usize> {
+                self.0.write(buf)
+            }
+            fn flush(&mut self) -> io::Result<()> {
+                Ok(())
+            }
+        }
+        let mut between = Between(&mut caller, serving.tcp(), Vec::new());
+        crate::handshake::call(&mut between, &hello, &credentials().secret).unwrap();
+        assert_eq!(delivered.recv(), Ok(NodeId(5)));
     }
 
     #[test]

@@ -5,7 +5,7 @@
 //! or a whole float fails its tests. Nothing waits: a test polls its links and, when no link makes
 //! progress, advances the clock to the next [`Faults::next_event`].
 
-use crate::{Carrier, Link};
+use crate::{Carrier, Link, Tags};
 use std::collections::VecDeque;
 use std::io::{self, ErrorKind, IoSlice, IoSliceMut, Read};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -59,9 +59,23 @@ pub fn pair(clock: VirtualClock, shape: Shape) -> (MemoryLink, MemoryLink) {
     let end = |side: usize| MemoryLink {
         pipe: pipe.clone(),
         side,
+        tags: None,
         cuts: Cuts(shape.seed.wrapping_add((side as u64) << 32)),
     };
     (end(0), end(1))
+}
+
+/// As [`pair`], of links whose frames have tags.
+pub fn tagged_pair(clock: VirtualClock, shape: Shape) -> (MemoryLink, MemoryLink) {
+    let (mut near, mut far) = pair(clock, shape);
+    [near.tags, far.tags] = tags().map(Some);
+    (near, far)
+}
+
+/// What two ends of a connection tag with, for tests.
+pub fn tags() -> [Tags; 2] {
+    let keys = ([0x5a; 16], [0xa5; 16]);
+    [Tags::new(keys.0, keys.1), Tags::new(keys.1, keys.0)]
 }
 
 /// One end of an in-memory link. Dropping it ends the stream for the other end.
@@ -70,6 +84,7 @@ pub struct MemoryLink {
     pipe: Arc<Pipe>,
     side: usize,
     cuts: Cuts,
+    tags: Option<Tags>,
 }
 
 impl MemoryLink {
@@ -142,6 +157,10 @@ impl Link for MemoryLink {
 
     fn carrier(&self) -> Carrier {
         Carrier::Memory
+    }
+
+    fn tags(&mut self) -> Option<&mut Tags> {
+        self.tags.as_mut()
     }
 }
 

@@ -1,5 +1,7 @@
+use crate::delivery::PathFacts;
 use crate::shared::{self, SharedLink};
-use crate::{Carrier, Link, window};
+use crate::tags::Tags;
+use crate::{Carrier, Delivery, Link, window};
 use mio::unix::SourceFd;
 use mio::{Interest, Registry, Token};
 use socket2::{Domain, Protocol, SockAddr, Socket, TcpKeepalive, Type};
@@ -39,6 +41,8 @@ pub struct Stream {
     deadline: Option<Instant>,
     /// Written by whoever no longer wants what is read here.
     cancelled: Option<Arc<AtomicBool>>,
+    /// What frames are tagged with, once the handshake is over.
+    tags: Option<Tags>,
 }
 
 impl Stream {
@@ -58,6 +62,28 @@ impl Stream {
         self.carrier
     }
 
+    /// What frames on this connection are tagged with, if they have tags. Who writes and reads frames
+    /// counts them.
+    pub fn tags(&mut self) -> Option<&mut Tags> {
+        self.tags.as_mut()
+    }
+
+    /// From now on, up to `bytes` bytes may be under way to this end, as with a link.
+    pub fn widen(&self, bytes: usize) -> io::Result<()> {
+        if self.carrier == Carrier::Tcp { window::widen(&self.socket, bytes) } else { Ok(()) }
+    }
+
+    /// What the kernel has counted of this connection. `None` if it is not of TCP.
+    pub fn path_facts(&self) -> Option<PathFacts> {
+        if self.carrier == Carrier::Tcp { window::path_facts(&self.socket) } else { None }
+    }
+
+    /// The handshake is over. Frames get tags where somebody may be in between, which is everywhere
+    /// but within a machine: there the kernel carries the bytes from one process to the other.
+    pub(crate) fn set_tags(&mut self, tags: Tags) {
+        self.tags = (self.carrier == Carrier::Tcp).then_some(tags);
+    }
+
     /// The connection as a lane wants it: non-blocking, without a deadline. For the side that
     /// called: on a unix socket it offers shared memory, if `shared`, and tells the other side.
     pub fn into_calling_link(self, shared: bool) -> io::Result<Box<dyn Link>> {
@@ -73,13 +99,13 @@ impl Stream {
     }
 
     /// The socket of a connection that lasts: it notices by itself when the other machine is gone.
-    pub(crate) fn into_lasting_socket(self) -> io::Result<Socket> {
+    pub(crate) fn into_lasting_socket(self) -> io::Result<(Socket, Option<Tags>)> {
         if self.carrier == Carrier::Tcp {
             let probes = TcpKeepalive::new().with_time(IDLE).with_interval(PROBE);
             self.socket.set_tcp_keepalive(&probes.with_retries(PROBES))?;
             window::widen(&self.socket, SOCKET_BUFFER)?;
         }
-        Ok(self.socket)
+        Ok((self.socket, self.tags))
     }
 
     /// From now on, reads end soon after `cancelled` has become true.
@@ -103,27 +129,23 @@ impl Stream {
             _ => self.socket,
         };
         socket.set_nonblocking(true)?;
-        Ok(Box::new(SocketLink { socket, carrier, window: 0 }))
+        Ok(Box::new(SocketLink { socket, carrier, window: 0, tags: self.tags }))
     }
 
     /// Takes over a connected socket, in blocking mode.
     pub(crate) fn new(socket: Socket, peer: &SockAddr) -> io::Result<Self> {
         // On some systems an accepted socket inherits the non-blocking mode of its listener.
         socket.set_nonblocking(false)?;
-        let (carrier, peer) = match peer.as_socket() {
-            Some(address) => {
+        let carrier = match peer.as_socket() {
+            Some(_) => {
                 // A header must not wait for the acknowledgement of the payload before it.
                 socket.set_tcp_nodelay(true)?;
-                (Carrier::Tcp, address.to_string())
+                Carrier::Tcp
             }
-            None => (Carrier::Unix, unix_name(peer)),
+            None => Carrier::Unix,
         };
-        Ok(Self { socket, carrier, peer, deadline: None, cancelled: None })
-    }
-
-    /// Another handle of the socket, by which another thread can shut it down.
-    pub(crate) fn try_clone_socket(&self) -> io::Result<Socket> {
-        self.socket.try_clone()
+        let peer = peer_name(peer);
+        Ok(Self { socket, carrier, peer, deadline: None, cancelled: None, tags: None })
     }
 
     /// Closes the connection so that the peer can still read the last bytes written. Closing a TCP
@@ -246,6 +268,7 @@ struct SocketLink {
     carrier: Carrier,
     /// What the window was widened to.
     window: usize,
+    tags: Option<Tags>,
 }
 
 impl Link for SocketLink {
@@ -272,6 +295,10 @@ impl Link for SocketLink {
         self.carrier
     }
 
+    fn tags(&mut self) -> Option<&mut Tags> {
+        self.tags.as_mut()
+    }
+
     fn widen(&mut self, bytes: usize) -> io::Result<()> {
         match self.carrier {
             Carrier::Tcp if bytes > self.window => {
@@ -289,9 +316,17 @@ impl Link for SocketLink {
     fn round_trip(&self) -> Option<Duration> {
         (self.carrier == Carrier::Tcp).then(|| window::round_trip(&self.socket)).flatten()
     }
+
+    fn delivery(&self) -> Option<Delivery> {
+        (self.carrier == Carrier::Tcp).then(|| window::delivery(&self.socket)).flatten()
+    }
 }
 
-fn unix_name(address: &SockAddr) -> String {
+/// How logs and errors name the other end.
+pub(crate) fn peer_name(address: &SockAddr) -> String {
+    if let Some(address) = address.as_socket() {
+        return address.to_string();
+    }
     #[cfg(target_os = "linux")]
     if let Some(name) = address.as_abstract_namespace() {
         return format!("unix:{}", name.escape_ascii());

@@ -1,5 +1,6 @@
 //! How much may be under way to one end of a TCP connection, and how soon what is lost is sent again.
 
+use crate::delivery::{Delivery, PathFacts};
 use socket2::Socket;
 use std::io;
 use std::time::Duration;
@@ -41,9 +42,56 @@ pub(crate) fn round_trip(socket: &Socket) -> Option<Duration> {
     }
 }
 
+/// What becomes of what is sent, where the system tells.
+pub(crate) fn delivery(socket: &Socket) -> Option<Delivery> {
+    #[cfg(target_os = "linux")]
+    return options::info(socket).map(|info| Delivery::from_info(&info));
+    #[cfg(not(target_os = "linux"))]
+    {
+        let _ = socket;
+        None
+    }
+}
+
+/// What the kernel has counted of a connection, where the system tells.
+pub(crate) fn path_facts(socket: &Socket) -> Option<PathFacts> {
+    #[cfg(target_os = "linux")]
+    return options::path_facts(socket);
+    #[cfg(not(target_os = "linux"))]
+    {
+        let _ = socket;
+        None
+    }
+}
+
+/// From now on packets of `socket`, which is one for datagrams, are not cut on their way: one that is
+/// too large is lost, or refused here.
+pub(crate) fn do_not_fragment(socket: &Socket, is_ipv6: bool) -> io::Result<()> {
+    #[cfg(target_os = "linux")]
+    return options::do_not_fragment(socket, is_ipv6);
+    #[cfg(not(target_os = "linux"))]
+    {
+        let _ = (socket, is_ipv6);
+        Err(io::ErrorKind::Unsupported.into())
+    }
+}
+
+/// The MTU of this machine's interface `name`, as this process's network namespace has it. Files
+/// under `/sys` may be of another namespace.
+pub(crate) fn interface_mtu(name: &str) -> Option<u32> {
+    #[cfg(target_os = "linux")]
+    return options::interface_mtu(name);
+    #[cfg(not(target_os = "linux"))]
+    {
+        let _ = name;
+        None
+    }
+}
+
 /// Options of Linux that socket2 does not have.
 #[cfg(target_os = "linux")]
 mod options {
+    use crate::delivery::PathFacts;
     use socket2::Socket;
     use std::io;
     use std::os::fd::AsRawFd;
@@ -52,6 +100,12 @@ mod options {
     /// Where the shortest round trip is in the kernel's `struct tcp_info`, in bytes: microseconds,
     /// in four bytes. Kernels since 4.6 have it.
     const LEAST_ROUND_TRIP: usize = 148;
+    /// The same of the size of segments that are sent, of the path's MTU, of segments that were sent
+    /// again, and of segments with data that were sent.
+    const SEGMENT: usize = 16;
+    const PATH_MTU: usize = 60;
+    const RESENT: usize = 100;
+    const SENT: usize = 156;
 
     /// The shortest time before something is sent again, and the longest time before something is
     /// acknowledged: options of newer kernels, which libc does not name yet, and microseconds.
@@ -70,16 +124,83 @@ mod options {
         set(socket, LEAST_RESEND.0, LEAST_RESEND.1)
     }
 
+    pub(super) fn do_not_fragment(socket: &Socket, is_ipv6: bool) -> io::Result<()> {
+        match is_ipv6 {
+            true => {
+                let option = libc::IPV6_MTU_DISCOVER;
+                set_at(libc::IPPROTO_IPV6, socket, option, libc::IPV6_PMTUDISC_PROBE)
+            }
+            false => {
+                let option = libc::IP_MTU_DISCOVER;
+                set_at(libc::IPPROTO_IP, socket, option, libc::IP_PMTUDISC_PROBE)
+            }
+        }
+    }
+
     fn set(socket: &Socket, option: libc::c_int, value: libc::c_int) -> io::Result<()> {
+        set_at(libc::IPPROTO_TCP, socket, option, value)
+    }
+
+    fn set_at(
+        level: libc::c_int,
+        socket: &Socket,
+        option: libc::c_int,
+        value: libc::c_int,
+    ) -> io::Result<()> {
         let (fd, place) = (socket.as_raw_fd(), (&raw const value).cast());
         let size = size_of_val(&value) as libc::socklen_t;
         // SAFETY: the kernel reads `size` bytes from `value`, which has so many.
-        let failed = unsafe { libc::setsockopt(fd, libc::IPPROTO_TCP, option, place, size) };
+        let failed = unsafe { libc::setsockopt(fd, level, option, place, size) };
         if failed == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
     }
 
     pub(super) fn least_round_trip(socket: &Socket) -> Option<Duration> {
-        let mut info = [0u8; LEAST_ROUND_TRIP + 4];
+        let micros = word(&info::<{ LEAST_ROUND_TRIP + 4 }>(socket)?, LEAST_ROUND_TRIP)?;
+        // A connection that has measured nothing says the largest number.
+        (micros != u32::MAX).then(|| Duration::from_micros(micros.into()))
+    }
+
+    pub(super) fn path_facts(socket: &Socket) -> Option<PathFacts> {
+        let info = info::<{ SENT + 4 }>(socket)?;
+        Some(PathFacts {
+            segment: word(&info, SEGMENT)?,
+            mtu: word(&info, PATH_MTU)?,
+            sent: word(&info, SENT)?,
+            resent: word(&info, RESENT)?,
+        })
+    }
+
+    pub(super) fn interface_mtu(name: &str) -> Option<u32> {
+        // Any socket will do.
+        let socket = Socket::new(socket2::Domain::UNIX, socket2::Type::DGRAM, None).ok()?;
+        // SAFETY: all bits zero are valid numbers, and a null pointer, in this structure.
+        let mut request: libc::ifreq = unsafe { std::mem::zeroed() };
+        // The last byte stays zero.
+        if name.len() >= request.ifr_name.len() {
+            return None;
+        }
+        for (to, from) in request.ifr_name.iter_mut().zip(name.bytes()) {
+            *to = from as libc::c_char;
+        }
+        let place = &raw mut request;
+        // SAFETY: the kernel reads the name from `request` and writes the MTU to it.
+        let failed = unsafe { libc::ioctl(socket.as_raw_fd(), libc::SIOCGIFMTU as _, place) };
+        if failed != 0 {
+            return None;
+        }
+        // SAFETY: the kernel has written this member of the union, and any bits are a number.
+        let mtu = unsafe { request.ifr_ifru.ifru_mtu };
+        u32::try_from(mtu).ok()
+    }
+
+    /// The number of four bytes that begins at byte `at`.
+    fn word(info: &[u8], at: usize) -> Option<u32> {
+        Some(u32::from_ne_bytes(*info.get(at..)?.first_chunk()?))
+    }
+
+    /// The first bytes of the kernel's `struct tcp_info`, if it has so many.
+    pub(super) fn info<const SIZE: usize>(socket: &Socket) -> Option<[u8; SIZE]> {
+        let mut info = [0u8; SIZE];
         let mut length = info.len() as libc::socklen_t;
         let (fd, place) = (socket.as_raw_fd(), info.as_mut_ptr().cast());
         // SAFETY: the kernel writes at most `length` bytes to `info`, which has so many, and says in
@@ -87,11 +208,7 @@ mod options {
         let failed = unsafe {
             libc::getsockopt(fd, libc::IPPROTO_TCP, libc::TCP_INFO, place, &raw mut length)
         };
-        let told = failed == 0 && length as usize == info.len();
-        let word = info.last_chunk().filter(|_| told)?;
-        let micros = u32::from_ne_bytes(*word);
-        // A connection that has measured nothing says the largest number.
-        (micros != u32::MAX).then(|| Duration::from_micros(micros.into()))
+        (failed == 0 && length as usize == SIZE).then_some(info)
     }
 }
 
@@ -118,6 +235,39 @@ mod tests {
         let wide = fill(&mut caller);
         assert!(wide > 2 * narrow, "{narrow} bytes fit before, {wide} bytes after");
         assert!(round_trip(&called_socket).is_some_and(|time| time > Duration::ZERO));
+        let facts = path_facts(&Socket::from(caller.try_clone().unwrap())).unwrap();
+        assert!(facts.sent > 0 && facts.resent <= facts.sent, "{facts:?}");
+        assert!(facts.segment > 500 && facts.mtu > facts.segment, "{facts:?}");
+    }
+
+    #[cfg(target_os = "linux")]
+    #[test]
+    fn interfaces_have_an_mtu_if_there_are_such() {
+        assert!(interface_mtu("lo").is_some_and(|mtu| mtu >= 1500));
+        assert_eq!(interface_mtu("nonesuch0"), None);
+        assert_eq!(interface_mtu("a name that no interface can have"), None);
+    }
+
+    /// The same connection, when the other end reads and when it does not.
+    #[test]
+    fn the_system_says_what_becomes_of_what_is_sent() {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let mut caller = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        let (mut called, _) = listener.accept().unwrap();
+        let socket = Socket::from(caller.try_clone().unwrap());
+        caller.write_all(b"words").unwrap();
+        called.read_exact(&mut [0; 5]).unwrap();
+        let read = delivery(&socket).unwrap();
+        assert_eq!((read.resent, read.probes), (0, 0), "{read:?}");
+        assert!(read.round_trip > Duration::ZERO, "{read:?}");
+        caller.set_nonblocking(true).unwrap();
+        // The first question whether there is room again is asked after 200 ms.
+        let full = std::iter::repeat_with(|| {
+            fill(&mut caller);
+            delivery(&socket).unwrap()
+        });
+        let full = full.take(200).find(|full| full.probes > 0).expect("its window stays full");
+        assert!(full.to_string().contains("its process does not read"), "{full}");
     }
 
     /// Writes until nothing more is taken, often enough that an acknowledgement may come late. Returns

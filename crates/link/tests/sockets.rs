@@ -2,7 +2,7 @@
 
 use poseidon_core::wire::{Challenge, Hello, Purpose, Status, VERSION, Verdict};
 use poseidon_core::{Epoch, JobId, LaneId, NodeId};
-use poseidon_link::handshake::{self, PROOF_SIZE};
+use poseidon_link::handshake::{self, PROOF_SIZE, TOKEN_SIZE};
 use poseidon_link::{
     Address, BindError, Caller, Carrier, ConnectError, Credentials, HandshakeError, Link, Listener,
     Serving, Stream, connect, connect_unless,
@@ -27,7 +27,7 @@ fn soon() -> Instant {
 }
 
 fn credentials(secret: &str) -> Credentials {
-    Credentials { cluster: CLUSTER, secret: secret.parse().unwrap() }
+    Credentials { cluster: CLUSTER, secret: secret.repeat(3).parse().unwrap() }
 }
 
 fn lane(node: u16, lane: u16) -> Caller {
@@ -96,12 +96,13 @@ impl Host {
     fn refuses(&self, caller: Caller, credentials: &Credentials, expected: Status) {
         for address in [Some(self.tcp()), unix(&self.serving)].into_iter().flatten() {
             let error = connect(&address, caller, credentials, later()).unwrap_err();
-            match &error {
-                ConnectError::Handshake { reason: HandshakeError::Refused(status), .. } => {
-                    assert_eq!(*status, expected);
-                }
+            let (status, proved) = match &error {
+                ConnectError::Handshake { reason: HandshakeError::Refused(s), .. } => (s, true),
+                ConnectError::Handshake { reason: HandshakeError::Unproved(s), .. } => (s, false),
                 other => panic!("{other}"),
-            }
+            };
+            // Who has the same secret gets a refusal that nobody else can make.
+            assert_eq!((*status, proved), (expected, expected != Status::Secret), "{error}");
             assert!(error.to_string().contains(&address.to_string()), "{error}");
         }
         self.serves(3, &self.tcp());
@@ -318,7 +319,7 @@ fn a_replayed_proof_is_refused() {
     let host = Host::start();
     let mut good = Recorded { stream: host.stranger(), sent: Vec::new() };
     handshake::call(&mut good, &hello(1), &credentials("sesame").secret).unwrap();
-    assert_eq!(good.sent.len(), Hello::SIZE + PROOF_SIZE);
+    assert_eq!(good.sent.len(), Hello::SIZE + TOKEN_SIZE + PROOF_SIZE);
     host.delivered.recv().unwrap();
 
     let mut replay = host.stranger();
@@ -334,15 +335,18 @@ fn impostor(echo: bool) -> Address {
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
     let address = Address::Tcp(listener.local_addr().unwrap().to_string());
     thread::spawn(move || {
-        let (mut stream, _) = listener.accept().unwrap();
-        stream.read_exact(&mut [0; Hello::SIZE]).unwrap();
-        let challenge = Challenge { status: Status::Welcome, version: VERSION, nonce: [1; 32] };
-        stream.write_all(&challenge.encode()).unwrap();
-        let mut proof = [0; PROOF_SIZE];
-        stream.read_exact(&mut proof).unwrap();
-        let proof = if echo { proof } else { [2; 32] };
-        let verdict = Verdict { status: Status::Welcome, proof };
-        stream.write_all(&verdict.encode()).unwrap();
+        // It is not believed at once.
+        for stream in listener.incoming() {
+            let mut stream = stream.unwrap();
+            stream.read_exact(&mut [0; Hello::SIZE + TOKEN_SIZE]).unwrap();
+            let challenge = Challenge { status: Status::Welcome, version: VERSION, nonce: [1; 32] };
+            stream.write_all(&challenge.encode()).unwrap();
+            let mut proof = [0; PROOF_SIZE];
+            stream.read_exact(&mut proof).unwrap();
+            let proof = if echo { proof } else { [2; 32] };
+            let verdict = Verdict { status: Status::Welcome, proof };
+            stream.write_all(&verdict.encode()).unwrap();
+        }
     });
     address
 }
@@ -362,17 +366,18 @@ fn a_listener_that_does_not_know_the_secret_is_found_out() {
 fn a_listener_that_is_not_poseidon_is_found_out() {
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
     let address = Address::Tcp(listener.local_addr().unwrap().to_string());
-    let other = thread::spawn(move || {
-        let (mut stream, _) = listener.accept().unwrap();
-        stream.write_all(b"SSH-2.0-something\r\n").unwrap();
-        // Stays open, as such servers do, until the caller has had enough.
-        let _ = io::copy(&mut stream, &mut io::sink());
+    thread::spawn(move || {
+        for stream in listener.incoming() {
+            let mut stream = stream.unwrap();
+            stream.write_all(b"SSH-2.0-something\r\n").unwrap();
+            // Stays open, as such servers do, until the caller has had enough.
+            let _ = io::copy(&mut stream, &mut io::sink());
+        }
     });
     let error = connect(&address, lane(0, 0), &credentials("sesame"), later()).unwrap_err();
     let expected =
         matches!(error, ConnectError::Handshake { reason: HandshakeError::NotPoseidon, .. });
     assert!(expected, "{error}");
-    other.join().unwrap();
 }
 
 #[test]
@@ -383,8 +388,7 @@ fn a_connection_that_breaks_in_the_handshake_is_tried_again() {
     drop(listener.accept().unwrap());
     let (mut stream, _) = listener.accept().unwrap();
     let ours = credentials("sesame");
-    let challenged = handshake::challenge(&mut stream, &ours).unwrap();
-    let hello = challenged.judge(&mut stream, &ours.secret, |_| Ok(())).unwrap();
+    let (hello, _) = handshake::answer(&mut stream, &ours, |_| Ok(())).unwrap();
     assert_eq!(hello.node, NodeId(1));
     caller.join().unwrap().unwrap();
 }

@@ -27,24 +27,26 @@
 //! # }
 //! ```
 //!
-//! Files are not changed while they are in use: large ones are mapped into memory, which several
-//! workers on a host then share.
+//! Files are read piece by piece, through the page cache that all workers on a host share. A file that
+//! is damaged, or cut short while it is in use, is an error that names it.
 
 mod bundled;
 mod cifar10;
 mod datum;
 mod error;
 pub mod fetch;
+mod file;
+mod grey;
 mod idx;
 mod images;
 mod lmdb;
 mod loader;
-mod mapped;
 mod sampler;
 mod source;
 mod transform;
 
 pub use error::DataError;
+pub use grey::Grey;
 pub use loader::{Batch, Evaluation, Loader};
 pub use sampler::{Partition, Position, Sampler, Sampling, Step};
 pub use source::{ImageSize, Source};

@@ -35,6 +35,7 @@ pub use crate::spec::{Filler, LayerSpec, ModelError, PoolMethod, Shape};
 use crate::layer;
 use serde::{Deserialize, Serialize};
 use std::collections::HashSet;
+use std::io::{self, Read};
 use std::path::Path;
 
 /// A net: what goes in, the layers it passes through, what comes out.
@@ -71,6 +72,18 @@ impl Model {
         &["cifar10-quick", "alexnet-small", "lenet", "mlp", "fashion-cnn"]
     }
 
+    /// The same net for another number of classes, if its last layer is a fully connected one with an
+    /// output for each class.
+    pub fn with_classes(mut self, classes: usize) -> Option<Self> {
+        let expected = self.classes;
+        match self.layers.last_mut() {
+            Some(LayerSpec::Fc { outputs, .. }) if *outputs == expected => *outputs = classes,
+            _ => return None,
+        }
+        self.classes = classes;
+        Some(self)
+    }
+
     /// Reads a model from TOML; `file` is what errors call the text.
     pub fn parse(text: &str, file: &str) -> Result<Self, ModelError> {
         let model: Self = toml::from_str(text).map_err(|e| ModelError::Syntax {
@@ -87,8 +100,15 @@ impl Model {
     /// Reads a model from a file.
     pub fn read(path: impl AsRef<Path>) -> Result<Self, ModelError> {
         let path = path.as_ref();
-        let text = std::fs::read_to_string(path)
-            .map_err(|source| ModelError::Read { file: path.into(), source })?;
+        let read = || {
+            let mut text = String::new();
+            std::fs::File::open(path)?.take(LONGEST + 1).read_to_string(&mut text)?;
+            match text.len() as u64 {
+                0..=LONGEST => Ok(text),
+                _ => Err(io::Error::other("more than 16 MiB: this is not a model")),
+            }
+        };
+        let text = read().map_err(|source| ModelError::Read { file: path.into(), source })?;
         Self::parse(&text, &path.display().to_string())
     }
 
@@ -125,6 +145,9 @@ impl Model {
         Ok(shapes)
     }
 }
+
+/// Bytes of the longest file that is read: no model is written in more.
+const LONGEST: u64 = 16 << 20;
 
 /// In the order of [`Model::builtins`].
 const BUILTIN_TEXTS: [&str; 5] = [

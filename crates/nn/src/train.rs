@@ -227,6 +227,26 @@ impl Worker {
         self.session().map_or(Ok(()), |session| Ok(session.step_together()?))
     }
 
+    /// Where slow workers may be dropped: waits for the layer that is needed first, because it is known then
+    /// which step comes next. Returns how many steps were taken without this worker: their batches are to
+    /// be left out. Otherwise none.
+    pub fn catch_up(&mut self) -> Result<u64, TrainError> {
+        let (Sync::Poseidon(session), Some(first)) =
+            (&self.sync, self.slots.iter().flatten().next())
+        else {
+            return Ok(0);
+        };
+        if session.plan().consistency().drops() == 0 {
+            return Ok(0);
+        }
+        // All layers come back at the same clock. This one is needed first.
+        first.settle(&self.sync, &self.log)?;
+        let taken = self.before + session.clock(first.id)?.0;
+        let missed = taken - self.step;
+        self.step = taken;
+        Ok(missed)
+    }
+
     /// Whether some worker asked all to stop. All workers hear it after the same step, unless none waits
     /// for another: then they hear it at the latest with the next step that is taken together.
     pub fn stop_asked(&self) -> bool {
@@ -301,7 +321,12 @@ impl Worker {
         Ok(hash.finalize()[..16].iter().map(|byte| format!("{byte:02x}")).collect())
     }
 
-    /// Where the time went so far.
+    /// Seconds that this worker has computed so far.
+    pub fn compute_seconds(&self) -> f64 {
+        self.log.compute_seconds()
+    }
+
+    /// Where the time went so far. To be asked after the last step.
     pub fn stats(&self) -> Stats {
         self.log.stats()
     }

@@ -95,6 +95,25 @@ fn a_resumed_loader_gives_the_same_batches() {
 }
 
 #[test]
+fn batches_that_are_left_out_are_not_read_and_the_rest_is_the_same() {
+    let sampling = sampling(40, 3);
+    let mut all = loader(Counted::new(40), sampling);
+    let mut some = loader(Counted::new(40), sampling);
+    // Over the end of an epoch of 14 steps, too.
+    for skipped in [0, 1, 4, 0, 2, 9] {
+        for _ in 0..skipped {
+            all.next().unwrap();
+        }
+        some.skip(skipped).unwrap();
+        assert_eq!((some.position(), some.steps_left()), (all.position(), all.steps_left()));
+        let labels = all.next().unwrap().labels.to_vec();
+        let batch = some.next().unwrap();
+        assert_eq!(batch.labels, labels, "after {skipped}");
+        assert_eq!(some.position(), all.position());
+    }
+}
+
+#[test]
 fn no_more_than_one_batch_is_read_ahead() {
     let samples = Counted::new(40);
     let reads = samples.reads.clone();

@@ -34,6 +34,24 @@ pub enum Error {
     /// The process may not open as many files as the job needs.
     #[error("{0}")]
     Descriptors(Shortage),
+    /// The node cannot hold its part of the job.
+    #[error(
+        "this node cannot hold its part of the job: with layer '{layer}', of which {bytes} bytes are \
+         here, parameters, update rules and factors take {need} bytes, and at most {most} can be had \
+         ({by}); take more nodes or servers, or nodes with more memory"
+    )]
+    Memory {
+        /// The layer that does not fit any more.
+        layer: String,
+        /// Bytes of it on this node.
+        bytes: u64,
+        /// Bytes of all layers up to this one.
+        need: u64,
+        /// What there is.
+        most: u64,
+        /// What says so.
+        by: String,
+    },
     /// Another node could not be reached, or would not let us in.
     #[error("{what}: {why}")]
     Connect {
@@ -246,20 +264,21 @@ pub enum Error {
         missing: Vec<String>,
     },
     /// A message of another length than is received here.
-    #[error("{node} sent {sent} bytes with tag {tag}, which is not what is received here: {why}")]
+    #[error("{node} sent {sent} with tag {tag}, which is not what is received here: {why}")]
     Message {
         /// The sender, by name.
         node: String,
         /// The message's tag.
         tag: u32,
-        /// Its length.
-        sent: u32,
-        /// What does not fit.
+        /// Its length, in words.
+        sent: String,
+        /// What does not fit: both lengths, the operation and the receiver.
         why: String,
     },
-    /// The group was made by another process, which this one was forked from.
+    /// The session or the group was made by another process, which this one was forked from.
     #[error(
-        "this process group belongs to process {owner}, of which this one is a fork: make a new one here"
+        "this session or process group belongs to process {owner}, of which this one is a fork: leave it \
+         to that process, or make a new one here"
     )]
     Forked {
         /// The process that made it.
@@ -274,6 +293,61 @@ pub enum Error {
         how: String,
         /// What we were waiting for from it, if anything.
         awaited: Option<String>,
+    },
+    /// This node was away for so long that others may have given it up.
+    #[error(
+        "{node} was away for {away:.1?}: it was stopped, frozen or suspended, or had no processor. \
+         Others take a node that is silent for {silence:?} (POSEIDON_SILENCE) for dead. What it \
+         found when it came back: {found}"
+    )]
+    Away {
+        /// This node, by name.
+        node: String,
+        /// How long it did not run.
+        away: Duration,
+        /// How long a node may be silent.
+        silence: Duration,
+        /// What has become of the others' side of the job, in words.
+        found: String,
+    },
+    /// Workers do not have the same, though they should.
+    #[error(
+        "{what} differs after clock {clock}: {}. Is the memory of a machine faulty, or do processors \
+         round differently? Layers by factors need the same kind on all workers, or the scheme 'ps'. \
+         POSEIDON_COMPARE_EVERY=0 compares nothing",
+        values_of(.groups)
+    )]
+    Replicas {
+        /// What differs.
+        what: String,
+        /// The clock it is of.
+        clock: Clock,
+        /// Workers that have the same, by name, the largest group first.
+        groups: Vec<String>,
+    },
+    /// Nodes did not say goodbye, or did not take this node's goodbye.
+    #[error(
+        "the job did not end within {waited:.1?} after the first goodbye (POSEIDON_TIMEOUT): \
+         awaiting the goodbye of {}",
+        .nodes.join(", ")
+    )]
+    Unfinished {
+        /// The nodes, by name, each with the last that came from it.
+        nodes: Vec<String>,
+        /// How long this node waited for them.
+        waited: Duration,
+    },
+    /// A dedicated server has heard nothing about any layer for very long.
+    #[error(
+        "nothing about any layer came for {waited:.1?} (POSEIDON_IDLE), though these nodes are \
+         connected: {}",
+        .nodes.join(", ")
+    )]
+    Idle {
+        /// The workers, by name, each with the last that came from it.
+        nodes: Vec<String>,
+        /// How long it waited.
+        waited: Duration,
     },
     /// A node broke the protocol.
     #[error(
@@ -291,6 +365,16 @@ pub enum Error {
         /// What was wrong.
         violation: Violation,
     },
+    /// A node broke a rule of the roll call that says which workers count.
+    #[error("{node} breaks a rule of the roll call at clock {clock}: {violation}")]
+    RollCall {
+        /// The node, by name.
+        node: String,
+        /// The clock.
+        clock: Clock,
+        /// What was wrong.
+        violation: Violation,
+    },
     /// A node sent bytes that are not a frame.
     #[error("{node} sent something that is not a frame: {why}")]
     Garbage {
@@ -298,6 +382,18 @@ pub enum Error {
         node: String,
         /// What was wrong.
         why: String,
+    },
+    /// A frame did not come as it was sent.
+    #[error(
+        "a frame from {node} was changed on its way ({frame}): bad memory, a faulty card or switch, \
+         somebody between the hosts, or a program that wrote into memory it had lent. Nothing was \
+         done with it"
+    )]
+    Changed {
+        /// The node that sent it, by name.
+        node: String,
+        /// What the frame was about.
+        frame: String,
     },
     /// Another node failed and said why.
     #[error("{node} stopped the job: {reason}")]
@@ -430,6 +526,14 @@ pub enum OpenError {
         /// What happened.
         why: String,
     },
+}
+
+/// Who has which value.
+fn values_of(groups: &[String]) -> String {
+    let Some((first, others)) = groups.split_first() else { return String::new() };
+    let have = if first.contains(", ") { "have" } else { "has" };
+    let others: Vec<String> = others.iter().map(|group| format!("{group} another")).collect();
+    format!("{first} {have} one value, {}", others.join(", "))
 }
 
 fn awaited(missing: &[String]) -> String {

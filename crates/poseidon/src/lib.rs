@@ -25,14 +25,17 @@
 //! The folders, from the top down; arrows between them point down only (`cargo xtask tidy`):
 //!
 //! * [`session`]: what a training program holds. [`serve`]: what a dedicated server runs.
+//! * [`check`]: what a process does that looks at the network and trains nothing.
 //! * `node`: one process of a job and its lanes.
 //! * `lane`: a session's part on one thread of a node: its chunks, its shard.
 //! * [`collectives`]: operations on tensors of any type, among the ranks of a group.
 //! * `engine`: what carries the frames of both: links, queues, heartbeats, goodbyes, last words.
 //! * `job`: how processes become a job: [`config`], [`coordinator`], rendezvous, the information book.
+//! * `trace`: what a node notes of itself while it works.
 //! * `memory`: memory lent to the lanes while a layer is in flight, and where factors meet.
 //! * `error`: what can go wrong, in words.
 
+pub mod check;
 pub mod collectives;
 pub mod session;
 
@@ -43,6 +46,7 @@ mod lane;
 mod memory;
 mod node;
 mod server;
+mod trace;
 
 pub use collectives::Group;
 pub use engine::traffic::Traffic;

@@ -6,7 +6,9 @@ use crate::{Error, Traffic};
 use poseidon_core::ChannelId;
 use std::sync::PoisonError;
 
-/// Runs a dedicated server until the last worker has said goodbye. Returns what it has exchanged.
+/// Runs a dedicated server until the last worker has said goodbye. Returns what it has exchanged. It
+/// gives up when the last goodbye comes too long after the first, or when nothing about any layer
+/// comes for very long.
 pub fn serve(config: &Config) -> Result<Traffic, Error> {
     if let Member::Worker(rank) = config.member {
         return Err(Error::Config(format!(
@@ -24,11 +26,12 @@ pub fn serve(config: &Config) -> Result<Traffic, Error> {
         std::thread::Builder::new().name("poseidon-checkpoint".into()).spawn(serve)
     });
     let keeper = keeper.transpose().map_err(Error::io("starting a thread for checkpoints"))?;
-    let ended = parts.wait_closed();
+    let ended = parts.wait_closed(None);
     if let Some(keeper) = keeper {
         // It ends with the session. A panic is a bug; its message is on standard error already.
         let _ = keeper.join();
     }
+    node.observed.close(id, ended.as_ref().err());
     ended?;
     Ok(parts.counters.traffic())
 }

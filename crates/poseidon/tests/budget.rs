@@ -127,7 +127,8 @@ fn a_group_shares_the_budget_of_its_session() {
 #[test]
 fn the_environment_says_a_rate_or_none() {
     let budget = |text: &str| {
-        let variables = [("POSEIDON_BANDWIDTH_BUDGET", text), ("POSEIDON_SECRET", "hush")];
+        let variables =
+            [("POSEIDON_BANDWIDTH_BUDGET", text), ("POSEIDON_SECRET", "known to all of us")];
         let find = |name: &str| {
             variables.iter().find(|(known, _)| *known == name).map(|(_, value)| value.to_string())
         };

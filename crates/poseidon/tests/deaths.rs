@@ -10,7 +10,6 @@ use poseidon::{BOOK_VERSION, Error, Session};
 use poseidon_core::wire::{Header, Kind};
 use poseidon_link::Stream;
 use serde_json::json;
-use std::io::Write;
 use std::process::{Child, Command, Stdio};
 use std::thread;
 use std::time::Duration;
@@ -61,8 +60,7 @@ fn apply(config: &Config) -> Stream {
     });
     let body = join.to_string();
     let header = Header::bare(Kind::Control, node, body.len() as u32);
-    stream.write_all(&header.encode()).unwrap();
-    stream.write_all(body.as_bytes()).unwrap();
+    fake::write_frame(&mut stream, &[&header.encode(), body.as_bytes()].concat()).unwrap();
     stream
 }
 

@@ -32,7 +32,7 @@ fn run_on<T: Send + 'static>(
     let host_of = hosts.iter().zip(0..).flat_map(|(ranks, host)| vec![host; usize::from(*ranks)]);
     let host_of: Vec<u16> = host_of.collect();
     without_hanging(move || {
-        let secret: Secret = "hush".parse().unwrap();
+        let secret: Secret = "known to all of us".parse().unwrap();
         let patience = Duration::from_secs(20);
         let loopback = IpAddr::V4(Ipv4Addr::LOCALHOST);
         let keys = credentials("group", secret.clone());

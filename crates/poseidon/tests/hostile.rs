@@ -276,13 +276,16 @@ fn a_heartbeat_with_a_payload() {
 #[test]
 fn an_abort_carries_its_reason_to_everybody() {
     let errors = Trial::worker().run(|fake| {
-        // Not even UTF-8 has to be trusted.
-        let reason = b"the loss is \xff NaN";
+        // Not even UTF-8 has to be trusted, nor that it is fit for a terminal.
+        let reason = b"the loss is \xff NaN\nerror: \x1b[2J";
         let mut frame = fake.bare(Kind::Abort, reason.len()).encode().to_vec();
         frame.extend_from_slice(reason);
         fake.write(ZERO, &frame);
     });
-    says(&errors[0], &["worker 2 stopped the job: the loss is \u{fffd} NaN"]);
+    says(
+        &errors[0],
+        &["worker 2 stopped the job: the loss is \u{fffd} NaN\u{fffd}error: \u{fffd}[2J"],
+    );
     all_name("worker 2", &errors);
 }
 

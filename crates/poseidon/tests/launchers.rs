@@ -128,7 +128,7 @@ fn torchrun_with_three_ranks() {
 /// Processes whose meeting point is derived from the job's name, with a name whose port is free.
 fn with_a_free_port(processes: impl Fn(u32) -> Vec<Variables>) -> Vec<Variables> {
     let free = |processes: &Vec<Variables>| {
-        let secret = ("POSEIDON_SECRET".to_string(), "any".to_string());
+        let secret = ("POSEIDON_SECRET".to_string(), "known to all of us".to_string());
         let known: Variables = processes[0].clone().into_iter().chain([secret]).collect();
         let config = Config::from_variables(&|name| known.get(name).cloned()).unwrap();
         TcpListener::bind(config.coordinator).is_ok()

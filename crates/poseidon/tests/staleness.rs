@@ -189,3 +189,42 @@ fn the_last_step_must_be_taken_together() {
         }
     });
 }
+
+/// Between steps that are taken together, shards and workers are at clocks of their own.
+#[test]
+fn what_a_rule_has_is_known_after_a_step_that_is_taken_together() {
+    without_hanging(|| {
+        let ends = Layout::workers(2).run(
+            |builder| describe(builder, Consistency::Ssp(1), "sgd:momentum=0.5"),
+            |session| {
+                let (counts, fc) = (session.layer("counts")?, session.layer("fc")?);
+                session.broadcast(counts, vec![0.0; LEN].into())?;
+                session.broadcast(fc, vec![0.0; M * N].into())?;
+                session.receive(counts)?;
+                let mut weights = session.receive(fc)?.result;
+                let (u, v) = (vec![-1.0; M], vec![1.0; N]);
+                for clock in 1..=2 {
+                    if clock == 2 {
+                        let why = session.rule_state(counts).unwrap_err().to_string();
+                        assert!(why.contains("step_together") && why.contains("counts"), "{why}");
+                        session.step_together()?;
+                    }
+                    session.send_factors(fc, &[Factors { u: &u, v: &v }], weights)?;
+                    session.send(counts, vec![-1.0; LEN].into())?;
+                    session.receive(counts)?;
+                    weights = session.receive(fc)?.result;
+                }
+                Ok([session.rule_state(counts)?, session.rule_state(fc)?])
+            },
+        );
+        let ends: Vec<_> = ends.into_iter().map(|end| end.unwrap()).collect();
+        for layer in 0..2 {
+            assert!(ends.iter().all(|end| end[layer].steps == 2));
+            let vectors = ends.iter().map(|end| &end[layer].vectors[0]);
+            let sum = vectors.fold(vec![0.0; ends[0][layer].vectors[0].len()], |sum, vector| {
+                sum.iter().zip(vector).map(|(a, b)| a + b).collect()
+            });
+            assert!(sum.iter().all(|number| *number == -1.5), "{sum:?}");
+        }
+    });
+}

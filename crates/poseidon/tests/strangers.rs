@@ -4,13 +4,17 @@ mod cluster;
 
 use cluster::{Layout, builder, fake, job, without_hanging};
 use poseidon::config::{Carriers, Config, Member};
-use poseidon::{Book, Layer, NodeId, Secret};
+use poseidon::{Book, Layer, NodeId, Secret, coordinator};
 use poseidon_core::wire::{Challenge, Header, Hello, Kind, NOBODY, Purpose, Status};
 use poseidon_core::{Epoch, JobId, LaneId};
+use poseidon_link::descriptors::{self, Need};
+use poseidon_link::handshake::open;
 use poseidon_link::{Address, Caller, ConnectError, Credentials, HandshakeError, connect};
 use serde_json::json;
+use std::collections::VecDeque;
 use std::io::{Read, Write};
 use std::net::TcpStream;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc::channel;
 use std::thread;
@@ -19,9 +23,19 @@ use std::time::{Duration, Instant};
 /// Two workers exchange, clock after clock, while `visit` does something to them; afterwards they
 /// exchange some more and finish.
 fn undisturbed_by(visit: impl FnOnce(&Config, &Book) + Send + 'static) {
+    undisturbed_by_both(|_| {}, visit);
+}
+
+/// As [`undisturbed_by`], with somebody who is at the coordinator's door before the job starts, and
+/// stays.
+fn undisturbed_by_both<T>(
+    before: impl FnOnce(&Config) -> T + Send + 'static,
+    visit: impl FnOnce(&Config, &Book) + Send + 'static,
+) {
     without_hanging(move || {
         let layout = Layout { carrier: Carriers::Tcp, ..Layout::workers(2) };
         let (_coordinator, config) = layout.coordinator();
+        let _stays = before(&config);
         let (stop, clocks) = (AtomicBool::new(false), AtomicU64::new(0));
         let (tell, book) = channel();
         let work = |mut config: Config, rank| {
@@ -101,9 +115,12 @@ fn call(address: &str, caller: Caller, credentials: &Credentials) -> Option<Stat
     let deadline = Instant::now() + Duration::from_secs(60);
     match connect(&Address::Tcp(address.into()), caller, credentials, deadline) {
         Ok(_) => None,
-        Err(ConnectError::Handshake { reason: HandshakeError::Refused(status), .. }) => {
-            Some(status)
-        }
+        Err(ConnectError::Handshake { reason, .. }) => match reason {
+            HandshakeError::Refused(status) => Some(status),
+            // Who has another secret cannot be shown that the refusal comes from the cluster.
+            HandshakeError::Unproved(Status::Secret) => Some(Status::Secret),
+            other => panic!("{other}"),
+        },
         Err(other) => panic!("{other}"),
     }
 }
@@ -124,15 +141,18 @@ fn strangers_are_told_why_they_are_refused() {
             let mut older = hello(purpose, &ours).encode();
             older[8] -= 1;
             assert_eq!(knock(&door, &older), Status::Version);
-            let mut odd = hello(purpose, &ours).encode();
+            let mut odd = open(&hello(purpose, &ours), &ours.secret);
             odd[10] = 3;
             assert_eq!(knock(&door, &odd), Status::Purpose);
-            let mut wishful = hello(purpose, &ours).encode();
+            let mut wishful = open(&hello(purpose, &ours), &ours.secret);
             wishful[11] = 1;
             assert_eq!(knock(&door, &wishful), Status::Features);
             let mut other = hello(purpose, &ours);
             other.cluster = [1; 16];
-            assert_eq!(knock(&door, &other.encode()), Status::Cluster);
+            assert_eq!(knock(&door, &open(&other, &ours.secret)), Status::Cluster);
+            assert_eq!(knock(&door, &[&other.encode()[..], &[0; 32]].concat()), Status::Cluster);
+            let ignorant = [&hello(purpose, &ours).encode()[..], &[0; 32]].concat();
+            assert_eq!(knock(&door, &ignorant), Status::Secret);
 
             let caller = match purpose {
                 Purpose::Lane => fake::lane(book, NodeId(1), LaneId(0)),
@@ -216,7 +236,7 @@ fn two_hundred_strangers_at_once_disturb_nobody() {
         }
         // A member is still let in.
         let key = "cluster.workers";
-        let answer = poseidon::coordinator::query(
+        let answer = coordinator::query(
             &config.coordinator,
             &config.credentials(),
             key,
@@ -226,13 +246,74 @@ fn two_hundred_strangers_at_once_disturb_nobody() {
     });
 }
 
+/// Silent connections that stay, and more of them all the time: each that is hung up on is replaced.
+struct Crowd {
+    leave: Arc<AtomicBool>,
+    arrivals: Option<thread::JoinHandle<usize>>,
+}
+
+impl Crowd {
+    fn at(address: &str, size: usize) -> Self {
+        let address = address.parse().unwrap();
+        let leave = Arc::new(AtomicBool::new(false));
+        let leaving = leave.clone();
+        // A listener's queue may be full: then the next one tries.
+        let come = move || TcpStream::connect_timeout(&address, Duration::from_millis(50)).ok();
+        let mut crowd: VecDeque<TcpStream> = (0..size).filter_map(|_| come()).collect();
+        let arrivals = thread::spawn(move || {
+            let mut arrived = crowd.len();
+            while !leaving.load(Ordering::Relaxed) {
+                if let Some(stream) = come() {
+                    arrived += 1;
+                    crowd.pop_front();
+                    crowd.push_back(stream);
+                }
+                // A thousand a second from each crowd. This thread must not take the job's cores.
+                thread::sleep(Duration::from_millis(1));
+            }
+            arrived
+        });
+        Self { leave, arrivals: Some(arrivals) }
+    }
+}
+
+impl Drop for Crowd {
+    fn drop(&mut self) {
+        self.leave.store(true, Ordering::Relaxed);
+        let arrived = self.arrivals.take().unwrap().join().unwrap();
+        assert!(arrived > 0, "nobody came");
+    }
+}
+
+/// Another user of the machine who can connect, and knows nothing. The job starts, runs and finishes,
+/// and whoever knows the secret is let in.
+#[test]
+fn two_thousand_silent_connections_and_more_all_the_time_stop_nobody() {
+    // This process holds both ends.
+    descriptors::reserve(Need { nodes: 12_000, lanes: 1 }).unwrap();
+    undisturbed_by_both(
+        |config| Crowd::at(&config.coordinator, 2000),
+        |config, book| {
+            let _crowds = [0, 1].map(|node| Crowd::at(&book.nodes[node].tcp, 2000));
+            for _ in 0..5 {
+                let (address, ours) = (&config.coordinator, config.credentials());
+                let patience = Duration::from_secs(60);
+                let asked = coordinator::query(address, &ours, "cluster.workers", patience);
+                assert_eq!(asked.unwrap(), Some(2.into()));
+                // A lane's door is not crowded out either: the caller hears that it is taken.
+                let caller = fake::lane(book, NodeId(1), LaneId(0));
+                assert_eq!(call(&book.nodes[0].tcp, caller, &ours), Some(Status::Node));
+            }
+        },
+    );
+}
+
 #[test]
 fn nonsense_to_the_coordinator_from_one_who_knows_the_secret_is_harmless() {
     undisturbed_by(|config, _| {
         let say = |header: Header, body: &[u8]| {
             let mut stream = fake::control(config, NOBODY);
-            stream.write_all(&header.encode()).unwrap();
-            stream.write_all(body).unwrap();
+            fake::write_frame(&mut stream, &[&header.encode(), body].concat()).unwrap();
             let mut answer = Vec::new();
             let _ = stream.read_to_end(&mut answer);
             answer

@@ -43,6 +43,9 @@ pub enum Error {
         /// Nodes of the cluster.
         nodes: usize,
     },
+    /// Nobody calls the roll in a simulation.
+    #[error("workers that are dropped cannot be simulated: take 'bsp', 'ssp:S' or 'asp'")]
+    Dropping,
     /// Factors of two workers cannot be added up to factors.
     #[error(
         "scheme 'adam' sends every worker's factors to one server, so nothing can be added up inside hosts \

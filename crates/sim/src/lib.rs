@@ -42,4 +42,4 @@ pub use poseidon_core::Overlap;
 pub use profile::{CopySpeed, LayerTime, Profile, ProfileError};
 pub use search::least_bandwidth;
 pub use setup::{SchemeRule, Setup};
-pub use zoo::{Model, ModelError, ModelLayer};
+pub use zoo::{Model, ModelError, ModelLayer, read_text};

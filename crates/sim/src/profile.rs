@@ -11,7 +11,7 @@
 
 mod scaled;
 
-use crate::zoo::{self, Model, ModelLayer};
+use crate::zoo::{self, Model, ModelLayer, read_text};
 use poseidon_core::LayerKind;
 use scaled::Scale;
 use serde::{Deserialize, Serialize};
@@ -233,8 +233,8 @@ impl Profile {
     /// Reads a profile from a TOML file.
     pub fn read(path: impl AsRef<Path>) -> Result<Self, ProfileError> {
         let path = path.as_ref();
-        let text = std::fs::read_to_string(path)
-            .map_err(|source| ProfileError::Read { file: path.into(), source })?;
+        let text =
+            read_text(path).map_err(|source| ProfileError::Read { file: path.into(), source })?;
         let mut profile = Self::parse(&text, &path.display().to_string())?;
         if profile.name.is_empty() {
             profile.name = path.file_stem().unwrap_or_default().to_string_lossy().into();

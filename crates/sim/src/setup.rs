@@ -6,6 +6,7 @@ use crate::profile::{CopySpeed, LayerTime};
 use crate::zoo::Model;
 use poseidon_core::plan::{Placement, Rules};
 use poseidon_core::{ChunkSize, Cluster, Consistency, Layer, LayerId, NodeId, Overlap, Tree};
+use rand::{Rng, RngExt};
 use serde::{Deserialize, Serialize};
 use std::time::Duration;
 use std::{fmt, str::FromStr};
@@ -161,6 +162,9 @@ impl Setup {
         if layers == 0 {
             return Err(Error::NoLayers);
         }
+        if self.consistency.drops() > 0 {
+            return Err(Error::Dropping);
+        }
         for (what, got) in [("times", self.times.len()), ("rows", self.rows.len())] {
             if got != layers {
                 return Err(Error::Mismatch { what, layers, got });
@@ -241,6 +245,29 @@ impl Setup {
     fn follows(&self, rule: SchemeRule) -> bool {
         self.scheme == rule || self.overrides.iter().any(|(_, other)| *other == rule)
     }
+}
+
+impl Jitter {
+    /// The factor of one step.
+    pub fn draw(self, chance: &mut impl Rng) -> f64 {
+        match self {
+            Self::None => 1.0,
+            Self::LogNormal(spread) => (spread * normal(chance)).exp(),
+            Self::Tail { probability, factor } => {
+                if chance.random::<f64>() < probability {
+                    factor
+                } else {
+                    1.0
+                }
+            }
+        }
+    }
+}
+
+/// A standard normal number (Box and Muller's way).
+fn normal(chance: &mut impl Rng) -> f64 {
+    let radius = (-2.0 * (1.0 - chance.random::<f64>()).ln()).sqrt();
+    radius * (std::f64::consts::TAU * chance.random::<f64>()).cos()
 }
 
 impl fmt::Display for Jitter {

@@ -7,7 +7,6 @@ use crate::profile::{CopySpeed, LayerTime};
 use crate::rebuild::{Rebuilder, Sent};
 use crate::setup::{Jitter, Setup, Stragglers};
 use poseidon_core::{NodeId, Overlap};
-use rand::RngExt;
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::SeedableRng;
 
@@ -216,19 +215,6 @@ impl Worker {
     fn begin_step(&mut self, program: &Program, now: Time) {
         self.step += 1;
         self.begun.push(now);
-        self.pace = self.slow
-            * match program.jitter {
-                Jitter::None => 1.0,
-                Jitter::LogNormal(spread) => (spread * self.normal()).exp(),
-                Jitter::Tail { probability, factor } => {
-                    if self.chance.random::<f64>() < probability { factor } else { 1.0 }
-                }
-            };
-    }
-
-    /// A standard normal number (Box and Muller's way).
-    fn normal(&mut self) -> f64 {
-        let radius = (-2.0 * (1.0 - self.chance.random::<f64>()).ln()).sqrt();
-        radius * (std::f64::consts::TAU * self.chance.random::<f64>()).cos()
+        self.pace = self.slow * program.jitter.draw(&mut self.chance);
     }
 }

@@ -15,6 +15,7 @@
 use poseidon_core::{Layer, LayerKind};
 use serde::{Deserialize, Serialize};
 use std::collections::HashSet;
+use std::io::{self, Read};
 use std::path::{Path, PathBuf};
 
 /// A model, layer by layer in forward order.
@@ -65,7 +66,7 @@ pub enum ModelError {
         /// Which.
         file: PathBuf,
         /// Why.
-        source: std::io::Error,
+        source: io::Error,
     },
     /// The text is not a model.
     #[error("{file}:{line}: {message}")]
@@ -93,8 +94,8 @@ impl Model {
     /// Reads a model from a JSON file.
     pub fn read(path: impl AsRef<Path>) -> Result<Self, ModelError> {
         let path = path.as_ref();
-        let text = std::fs::read_to_string(path)
-            .map_err(|source| ModelError::Read { file: path.into(), source })?;
+        let text =
+            read_text(path).map_err(|source| ModelError::Read { file: path.into(), source })?;
         Self::parse(&text, &path.display().to_string())
     }
 
@@ -141,17 +142,15 @@ pub fn text(name: &str) -> Option<&'static str> {
 }
 
 /// Of `names` the one that `name` was most likely meant to be, if it is like any.
-pub(crate) fn nearest(
-    name: &str,
-    names: impl Iterator<Item = &'static str>,
-) -> Option<&'static str> {
+pub fn nearest(name: &str, names: impl Iterator<Item = &'static str>) -> Option<&'static str> {
     let name = folded(name);
     let scored = names.map(|known| (strsim::jaro_winkler(&name, &folded(known)), known));
     let best = scored.max_by(|a, b| a.0.total_cmp(&b.0))?;
     (best.0 > LIKE).then_some(best.1)
 }
 
-pub(crate) fn did_you_mean(nearest: Option<&str>) -> String {
+/// " (did you mean 'lenet'?)", or nothing.
+pub fn did_you_mean(nearest: Option<&str>) -> String {
     nearest.map_or(String::new(), |nearest| format!(" (did you mean '{nearest}'?)"))
 }
 
@@ -332,6 +331,19 @@ macro_rules! zoo {
         [$(($name, include_str!(concat!("../zoo/", $name, ".json")))),*]
     };
 }
+
+/// The text in a file that somebody has written. What is longer than anybody writes is refused before
+/// it fills the memory.
+pub fn read_text(path: &Path) -> io::Result<String> {
+    let mut text = String::new();
+    std::fs::File::open(path)?.take(LONGEST + 1).read_to_string(&mut text)?;
+    match text.len() as u64 {
+        0..=LONGEST => Ok(text),
+        _ => Err(io::Error::other("it has more than 16 MiB: this is not what it should be")),
+    }
+}
+
+const LONGEST: u64 = 16 << 20;
 
 const ZOO: [(&str, &str); 12] = zoo![
     "cifar10-quick",

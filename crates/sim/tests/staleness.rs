@@ -4,7 +4,7 @@ use poseidon_core::{Cluster, Consistency, LayerId, LayerKind, NodeId, Servers};
 use poseidon_sim::outcome::{Outcome, StepTimes};
 use poseidon_sim::setup::Jitter;
 use poseidon_sim::{
-    LayerTime, Model, ModelLayer, Network, Overlap, Places, SchemeRule, Setup, simulate,
+    Error, LayerTime, Model, ModelLayer, Network, Overlap, Places, SchemeRule, Setup, simulate,
 };
 use proptest::prelude::*;
 use std::time::Duration;
@@ -212,4 +212,12 @@ fn asynchronous_workers_wait_for_memory_only() {
         setup.stragglers.slow = vec![(NodeId(1), 100.0)];
         assert_eq!(largest_lead(&run(&setup)), lead);
     }
+}
+
+/// Nobody calls the roll in a simulation, so dropping is refused and not simulated as something else.
+#[test]
+fn workers_that_are_dropped_are_refused() {
+    let mut setup = setup(3, Servers::Colocated, &[false]);
+    setup.consistency = Consistency::DropSlowest(1);
+    assert_eq!(simulate(&setup).unwrap_err(), Error::Dropping);
 }

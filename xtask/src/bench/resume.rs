@@ -1,6 +1,9 @@
-//! `cargo xtask bench resume`: does training go on bit by bit after a kill, and what does a checkpoint cost.
+//! `cargo xtask bench resume`: does training go on bit by bit after a kill, what does a checkpoint cost,
+//! and what do slow workers cost.
 //!
 //! Every part runs the shipped command and reads its report.
+
+mod slow;
 
 use super::cluster::{self, Cluster};
 use super::finding::{self, Finding};
@@ -29,7 +32,8 @@ pub(crate) struct Args {
     /// Rate of every node's port in Mbit/s, each way
     #[arg(long, default_value_t = 1000)]
     mbit: u64,
-    /// How often both sides of the cost part take their turn [default: 5, with --quick 1]
+    /// How often all sides of a part take their turn [default: 5 for costs, 3 for slow workers, with
+    /// --quick 1]
     #[arg(long)]
     rounds: Option<usize>,
     /// Few steps, one round; a try, not a record
@@ -47,6 +51,10 @@ enum Part {
     Equality,
     /// Steps with checkpoints beside steps without, on a virtual cluster; needs root
     Cost,
+    /// One worker at a tenth of the others' speed, waited for and dropped
+    Dropping,
+    /// Workers whose steps vary, by how far apart they may be; the simulator beside it
+    Staleness,
 }
 
 /// What is read of a report.
@@ -56,6 +64,27 @@ struct Report {
     seconds: f64,
     step_seconds: Quantiles,
     parameter_digest: String,
+    test_accuracy: Option<f64>,
+    epochs_done: Vec<Epoch>,
+    nodes: Vec<Node>,
+}
+
+#[derive(Debug, Deserialize)]
+struct Epoch {
+    seconds: f64,
+    test_accuracy: Option<f64>,
+}
+
+#[derive(Debug, Deserialize)]
+struct Node {
+    turnout: Option<Turnout>,
+}
+
+#[derive(Debug, Deserialize)]
+struct Turnout {
+    steps_counted: u64,
+    steps_late: u64,
+    samples_counted: u64,
 }
 
 #[derive(Debug, Deserialize)]
@@ -91,6 +120,8 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     finding::measure(&folder, "Resume", named, &cleaned, |part| match part {
         Part::Equality => equality(&lab),
         Part::Cost => cost(&lab),
+        Part::Dropping => slow::dropping(&lab),
+        Part::Staleness => slow::staleness(&lab),
     })
 }
 
@@ -99,6 +130,8 @@ impl Part {
         match self {
             Self::Equality => "equality",
             Self::Cost => "cost",
+            Self::Dropping => "dropping",
+            Self::Staleness => "staleness",
         }
     }
 }
@@ -148,8 +181,8 @@ fn equality(lab: &Lab<'_>) -> Result<Finding> {
 }
 
 fn cost(lab: &Lab<'_>) -> Result<Finding> {
-    let Args { nodes, mbit, quick, rounds, .. } = *lab.args;
-    let rounds = rounds.unwrap_or(if quick { 1 } else { 5 });
+    let Args { nodes, mbit, quick, .. } = *lab.args;
+    let rounds = lab.rounds(5);
     let (steps, every) = if quick { (40, 10) } else { (200, 20) };
     let cluster = Cluster::up(nodes.into(), mbit, None)?;
     let task = format!("--model mlp --test never --steps {steps} --workers {nodes}");
@@ -191,6 +224,11 @@ fn cost(lab: &Lab<'_>) -> Result<Finding> {
 }
 
 impl Lab<'_> {
+    /// How often all sides of a part take their turn, unless it is a try or told otherwise.
+    fn rounds(&self, usual: usize) -> usize {
+        self.args.rounds.unwrap_or(if self.args.quick { 1 } else { usual })
+    }
+
     /// An empty folder that is not needed later.
     fn fresh(&self, name: &str) -> Result<PathBuf> {
         let path = self.scratch.join(name);

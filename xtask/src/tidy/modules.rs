@@ -14,14 +14,16 @@ const TABLES: &[(&str, &Table)] = &[("crates/poseidon", POSEIDON)];
 
 /// From the top down. Everything may report an error.
 const POSEIDON: &Table = &[
-    ("session", &["node", "lane", "collectives", "engine", "job", "memory", "error"]),
+    ("session", &["node", "lane", "collectives", "engine", "job", "memory", "trace", "error"]),
     ("server", &["node", "engine", "job", "error"]),
-    ("node", &["lane", "collectives", "engine", "job", "memory", "error"]),
-    ("lane", &["engine", "memory", "error"]),
-    ("collectives", &["engine", "memory", "error"]),
-    ("engine", &["memory", "error"]),
+    ("check", &["job", "error"]),
+    ("node", &["lane", "collectives", "engine", "job", "memory", "trace", "error"]),
+    ("lane", &["engine", "memory", "trace", "error"]),
+    ("collectives", &["engine", "memory", "trace", "error"]),
+    ("engine", &["memory", "trace", "error"]),
     ("job", &["error"]),
     ("memory", &["error"]),
+    ("trace", &[]),
     ("error", &[]),
 ];
 

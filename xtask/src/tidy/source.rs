@@ -1,4 +1,4 @@
-//! File length, machine paths, and figures and links that lead somewhere.
+//! File length, machine paths, figures from records, and environment variables that exist.
 
 /// Longest `.rs` file.
 const MAX_LINES: usize = 600;
@@ -49,40 +49,6 @@ pub(crate) fn missing_runs(path: &str, text: &str, exists: impl Fn(&str) -> bool
     missing
 }
 
-/// Links and pictures of a document that point to a file of this repository which does not exist.
-pub(crate) fn missing_links(path: &str, text: &str, exists: impl Fn(&str) -> bool) -> Vec<String> {
-    let mut missing = Vec::new();
-    for (number, line) in (1..).zip(text.lines()) {
-        for (start, opening) in line.match_indices("](") {
-            let rest = &line[start + opening.len()..];
-            let target = &rest[..rest.find(')').unwrap_or(rest.len())];
-            let file = target.split('#').next().unwrap_or_default();
-            // What is left is an address on the web, or a heading of the document itself.
-            if file.is_empty() || file.contains("://") {
-                continue;
-            }
-            if !exists(&from_root(path, file)) {
-                missing.push(format!("{path}:{number} links to {file}, which does not exist"));
-            }
-        }
-    }
-    missing
-}
-
-/// A document's relative link as a path from the repository's root.
-fn from_root(document: &str, link: &str) -> String {
-    let mut parts: Vec<_> = document.split('/').collect();
-    parts.pop();
-    for part in link.split('/') {
-        match part {
-            "" | "." => {}
-            ".." => drop(parts.pop()),
-            name => parts.push(name),
-        }
-    }
-    parts.join("/")
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -108,16 +74,5 @@ mod tests {
         let found = missing_runs("docs/a.md", text, |run| run.contains("exchange"));
         assert_eq!(found, ["docs/a.md shows bench/runs/lost, which does not exist"]);
         assert!(missing_runs("docs/a.md", text, |_| true).is_empty());
-    }
-
-    #[test]
-    fn a_link_to_nowhere_is_found_from_where_the_document_lies() {
-        let text = "[a](../README.md), [b](plan.md#models)\n[c](#here) [d](https://e.org/f) \
-            ![g](figures/lost.svg)";
-        let found = missing_links("docs/a.md", text, |file| {
-            assert_ne!(file, "", "a heading of the document itself is no file");
-            ["README.md", "docs/plan.md"].contains(&file)
-        });
-        assert_eq!(found, ["docs/a.md:2 links to figures/lost.svg, which does not exist"]);
     }
 }

@@ -9,11 +9,12 @@ use super::worker::{Exchange, Turn, Worker};
 use crate::job::{Job, Size};
 use crate::launch::at_least_1;
 use crate::supervise::{self, Options};
+use crate::terminal::say;
 use anyhow::{Context, ensure};
 use clap::ValueEnum;
 use poseidon::config::{Carriers, LinkRate, Member};
 use poseidon::{ChunkSize, Config, Limit, Optimizer, Reduction, Scheme, Servers};
-use std::io::{BufRead, Write};
+use std::io::BufRead;
 use std::process::{Command, ExitCode};
 use std::time::Duration;
 
@@ -38,9 +39,10 @@ pub(crate) struct Args {
     #[arg(long, value_name = "I", default_value_t = 10, value_parser = clap::value_parser!(u32).range(1..))]
     iters: u32,
 
-    /// Where parameters live: 'colocated', a number of dedicated servers, or 'colocated+M'.
-    #[arg(long, value_name = "colocated|M", default_value_t = Servers::Colocated)]
-    servers: Servers,
+    /// Where parameters live: 'colocated', a number of dedicated servers, or 'colocated+M'
+    /// [default: colocated; with --in-cluster, what the job's environment says].
+    #[arg(long, value_name = "colocated|M")]
+    servers: Option<Servers>,
 
     /// What shards do: 'sum', 'mean', 'sgd:momentum=0.9', 'caffe-sgd', 'adam', 'adamw', …
     #[arg(long, value_name = "RULE", default_value = "sum")]
@@ -154,7 +156,7 @@ fn be_worker(args: &Args, exchange: &Exchange) -> anyhow::Result<ExitCode> {
         args.each_size().map(|turn| worker.measure(turn)).collect();
     let reports = reports?;
     worker.finish()?;
-    println!("{}", serde_json::to_string(&reports)?);
+    say(&(serde_json::to_string(&reports)? + "\n"))?;
     Ok(ExitCode::SUCCESS)
 }
 
@@ -181,7 +183,7 @@ fn be_rank(args: &Args, exchange: &Exchange) -> anyhow::Result<ExitCode> {
         return Ok(ExitCode::SUCCESS);
     }
     if worker.rank() == 0 {
-        println!("ready");
+        say("ready\n")?;
     }
     let mut lines = std::io::stdin().lock().lines();
     loop {
@@ -210,7 +212,7 @@ fn parse_turn(line: &str) -> anyhow::Result<Turn> {
 fn start_workers(args: &Args) -> anyhow::Result<Result<Vec<Vec<Report>>, ExitCode>> {
     let job = Job::start(Size {
         workers: args.workers,
-        servers: args.servers,
+        servers: args.servers.unwrap_or(Servers::Colocated),
         lanes: args.lanes,
         budget: args.bandwidth_budget,
         address: [127, 0, 0, 1].into(),
@@ -221,7 +223,7 @@ fn start_workers(args: &Args) -> anyhow::Result<Result<Vec<Vec<Report>>, ExitCod
         command.env("POSEIDON_LINK", args.link.to_string());
         command
     };
-    let options = Options { capture_stdout: true };
+    let options = Options { capture_stdout: true, ..Options::default() };
     let outcome = supervise::run(job.processes(command), options)?;
     if outcome.status() != 0 {
         return Ok(Err(outcome.tell()));
@@ -267,10 +269,7 @@ impl Args {
             true => serde_json::to_string(summary)?,
             false => summary.to_string(),
         };
-        let mut stdout = std::io::stdout().lock();
-        writeln!(stdout, "{text}")?;
-        // Whoever asks for turns waits for this line.
-        Ok(stdout.flush()?)
+        say(&(text + "\n"))
     }
 
     fn config(&self) -> anyhow::Result<Config> {
@@ -280,7 +279,7 @@ impl Args {
             self.bandwidth_budget.map_or(config.bandwidth_budget, |limit| limit.0);
         if self.in_cluster {
             config.carrier = self.link;
-            config.servers = self.servers;
+            config.servers = self.servers.unwrap_or(config.servers);
             if let Some(lanes) = self.lanes {
                 (config.lanes, config.lanes_by_rate) = (lanes, false);
             }

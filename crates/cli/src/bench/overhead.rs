@@ -1,5 +1,6 @@
 //! `poseidon bench overhead`: what Poseidon costs one worker that has nobody to talk to.
 
+use crate::terminal::say;
 use anyhow::Context;
 use poseidon::{Config, Optimizer, Secret, Session};
 use poseidon_nn::Model;
@@ -115,11 +116,8 @@ pub(crate) fn run(args: Args) -> anyhow::Result<ExitCode> {
     }
     poseidon.worker.finish()?;
     let summary = Summary::new(&args, turns).context("no turn was measured")?;
-    if args.json {
-        println!("{}", serde_json::to_string(&summary)?);
-    } else {
-        println!("{summary}");
-    }
+    let text = if args.json { serde_json::to_string(&summary)? } else { summary.to_string() };
+    say(&(text + "\n"))?;
     Ok(ExitCode::SUCCESS)
 }
 

@@ -13,6 +13,7 @@ use crate::lab::{Faults, Lab, LabSpec, MOST_NODES, QUEUE};
 use crate::launch::at_least_1;
 use crate::plan::{duration, positive};
 use crate::supervise::{self, Options};
+use crate::terminal::say;
 use anyhow::Context;
 use case::Case;
 use poseidon::Policy;
@@ -108,7 +109,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<ExitCode> {
     let case = Case::new(&args)?;
     if let Some(scheme) = args.node {
         let seen = node::run(&case, scheme)?;
-        println!("{}", serde_json::to_string(&seen)?);
+        say(&(serde_json::to_string(&seen)? + "\n"))?;
         return Ok(ExitCode::SUCCESS);
     }
     Lab::prepare()?;
@@ -121,16 +122,16 @@ pub(crate) fn run(args: Args) -> anyhow::Result<ExitCode> {
             };
             let row = Row::new(&case, scheme, &seen)?;
             if !args.json {
-                println!("{}", report.line(&row));
+                say(&format!("{}\n", report.line(&row)))?;
             }
             report.rows.push(row);
         }
     }
-    if args.json {
-        println!("{}", serde_json::to_string(&report)?);
-    } else {
-        println!("{}", report.closing());
-    }
+    let closing = match args.json {
+        true => serde_json::to_string(&report)?,
+        false => report.closing().to_string(),
+    };
+    say(&(closing + "\n"))?;
     Ok(ExitCode::SUCCESS)
 }
 
@@ -158,7 +159,10 @@ fn measure(
         command.env("POSEIDON_LINK_RATE", "unknown");
         command
     };
-    let outcome = supervise::run(lab.processes(command)?, Options { capture_stdout: true })?;
+    let outcome = supervise::run(
+        lab.processes(command)?,
+        Options { capture_stdout: true, ..Options::default() },
+    )?;
     if outcome.status() != 0 {
         return Ok(Err(outcome.tell()));
     }

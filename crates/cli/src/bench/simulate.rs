@@ -3,6 +3,7 @@
 use crate::bandwidth::Bandwidth;
 use crate::lab::MOST_NODES;
 use crate::plan::{duration, queue};
+use crate::terminal::say;
 use anyhow::ensure;
 use poseidon::{ChunkSize, Cluster, Consistency, LayerKind, NodeId, Servers};
 use poseidon_sim::outcome::Drops;
@@ -176,24 +177,32 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
         drops: outcome.drops,
     };
     if args.json {
-        println!("{}", serde_json::to_string(&simulated)?);
+        say(&(serde_json::to_string(&simulated)? + "\n"))?;
         return Ok(ExitCode::SUCCESS);
     }
     let Drops { segments, bytes, timeouts } = simulated.drops;
-    println!("workers         {}", args.nodes);
-    println!("model           {:.3} MB", args.bytes as f64 / MB);
-    println!("time            {:.3} ms median, simulated", outcome.iteration_seconds * 1e3);
-    println!("steps           {:.3} per second, all workers together", outcome.steps_per_second);
-    println!("sent per node   {:.3} MB per iteration", simulated.bytes_sent_per_node as f64 / MB);
-    println!("sent per host   {:.3} MB per iteration", simulated.bytes_sent_per_host as f64 / MB);
-    println!(
-        "dropped         {segments} segments, {:.3} MB, in all iterations; {timeouts} timers ran out",
-        bytes as f64 / MB
-    );
+    let (sent, left) = (simulated.bytes_sent_per_node, simulated.bytes_sent_per_host);
+    say(&format!(
+        "workers         {}\n\
+         model           {:.3} MB\n\
+         time            {:.3} ms median, simulated\n\
+         steps           {:.3} per second, all workers together\n\
+         sent per node   {:.3} MB per iteration\n\
+         sent per host   {:.3} MB per iteration\n\
+         dropped         {segments} segments, {:.3} MB, in all iterations; {timeouts} timers ran out\n",
+        args.nodes,
+        args.bytes as f64 / MB,
+        outcome.iteration_seconds * 1e3,
+        outcome.steps_per_second,
+        sent as f64 / MB,
+        left as f64 / MB,
+        bytes as f64 / MB,
+    ))?;
     Ok(ExitCode::SUCCESS)
 }
 
-fn slow(text: &str) -> Result<(NodeId, f64), String> {
+/// A node that always takes longer, and how many times as long.
+pub(crate) fn slow(text: &str) -> Result<(NodeId, f64), String> {
     let read = |(node, factor): (&str, &str)| {
         let factor = factor.parse().ok().filter(|f: &f64| f.is_finite() && *f > 0.0)?;
         Some((NodeId(node.parse().ok()?), factor))

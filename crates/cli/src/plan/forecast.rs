@@ -6,7 +6,9 @@ use super::racks::{self, RackChoice};
 use super::search::{self, Found};
 use super::{Bandwidth, Question};
 use poseidon_core::{Cluster, LayerId, LayerKind, NodeId, Plan, Scheme, Servers};
-use poseidon_sim::{Error, Outcome, Places, SchemeRule, Setup, least_bandwidth, simulate};
+use poseidon_sim::{
+    Bottleneck, Error, Outcome, Places, SchemeRule, Setup, least_bandwidth, simulate,
+};
 use serde::Serialize;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -31,8 +33,20 @@ pub(crate) struct Forecast {
     /// What is copied between a worker's device and its host, if anything is.
     pub(crate) copies: Option<CopyUse>,
     pub(crate) found: Option<Found>,
+    /// The job on another device, where nobody has said on which.
+    pub(crate) beside: Option<Beside>,
     /// What follows from further simulations. `None` if there would have been too many.
     pub(crate) beyond: Option<Beyond>,
+}
+
+/// The same job on another device.
+#[derive(Clone, Debug, Serialize)]
+pub(crate) struct Beside {
+    pub(crate) profile: String,
+    pub(crate) iteration_seconds: f64,
+    pub(crate) compute_seconds: f64,
+    pub(crate) images_per_second: f64,
+    pub(crate) speedup: f64,
 }
 
 /// One layer of the plan.
@@ -54,6 +68,8 @@ pub(crate) struct LayerForecast {
 pub(crate) struct Beyond {
     /// The least bandwidth with which workers do 95 % of what they could. `None` if none suffices.
     pub(crate) enough: Option<Bandwidth>,
+    /// Why none suffices, in words.
+    pub(crate) never_enough: Option<String>,
     pub(crate) advice: Vec<Advice>,
     /// With fewer workers.
     pub(crate) by_workers: Vec<Point>,
@@ -88,7 +104,27 @@ impl Forecast {
             true => Some(Beyond::new(question, &setup, &outcome)?),
             false => None,
         };
-        Ok(Self { layers: layers(&setup), setup, outcome, racks, copies, found, beyond })
+        let beside = match &question.beside {
+            None => None,
+            Some((profile, other)) => {
+                // The job with the cluster that was chosen for it, racks and all.
+                let other = Setup {
+                    cluster: setup.cluster.clone(),
+                    network: setup.network.clone(),
+                    ..other.clone()
+                };
+                let outcome = simulate(&other)?;
+                Some(Beside {
+                    profile: profile.clone(),
+                    iteration_seconds: outcome.iteration_seconds,
+                    compute_seconds: outcome.compute_seconds,
+                    images_per_second: images_per_second(&other, &outcome),
+                    speedup: outcome.speedup,
+                })
+            }
+        };
+        let layers = layers(&setup);
+        Ok(Self { layers, setup, outcome, racks, copies, found, beside, beyond })
     }
 
     /// The share of what the workers could do that they do.
@@ -103,13 +139,36 @@ impl Forecast {
 
 impl Beyond {
     fn new(question: &Question, setup: &Setup, outcome: &Outcome) -> Result<Self, Error> {
+        let enough = least_bandwidth(setup, GOOD)?.map(Bandwidth::from_bytes);
+        let never_enough = match enough {
+            Some(_) => None,
+            None => {
+                let mut fastest = setup.clone();
+                fastest.network.bandwidth = FASTEST.bytes();
+                Some(why_never(&fastest, &simulate(&fastest)?))
+            }
+        };
         Ok(Self {
-            enough: least_bandwidth(setup, GOOD)?.map(Bandwidth::from_bytes),
+            enough,
+            never_enough,
             advice: advice::advice(question, setup, outcome)?,
             by_workers: by_workers(setup)?,
             by_bandwidth: by_bandwidth(setup)?,
         })
     }
+}
+
+/// Why workers are not busy enough even on the fastest network.
+fn why_never(setup: &Setup, outcome: &Outcome) -> String {
+    let cause = match outcome.bottleneck {
+        Bottleneck::Latency => format!(
+            "what is left is waiting for messages, which take {} each way at any bandwidth",
+            crate::report::units::duration(setup.network.latency.as_secs_f64())
+        ),
+        _ => outcome.reason.clone(),
+    };
+    let share = crate::report::units::percent(efficiency(setup, outcome));
+    format!("with {FASTEST} they still reach {share}: {cause}")
 }
 
 pub(super) fn efficiency(setup: &Setup, outcome: &Outcome) -> f64 {
@@ -270,6 +329,8 @@ fn kind(kind: LayerKind) -> &'static str {
     }
 }
 
+/// The fastest network that is looked at.
+const FASTEST: Bandwidth = Bandwidth::gigabits(10_000.0);
 /// Beyond this efficiency, a faster network is hardly worth its price.
 const GOOD: f64 = 0.95;
 /// In Gbit/s.

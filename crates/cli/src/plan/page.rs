@@ -1,7 +1,7 @@
 //! The plan as a page: one file with everything in it, which asks nothing of the network.
 
 use super::forecast::{Beyond, Forecast, Point};
-use super::text::{basis, gain, links, machines, times};
+use super::text::{basis, gain, links, machines, slower_than_one, times, useful};
 use super::{Bandwidth, Question, bottleneck, fold};
 use crate::report::curves::{Frame, frame, line, polyline};
 use crate::report::page::{STYLE, TIPS, figure, plan};
@@ -87,8 +87,26 @@ fn summary(question: &Question, forecast: &Forecast) -> String {
         Some(Some(enough)) => {
             let _ = write!(text, " The least bandwidth that keeps them 95 % busy is {enough}.");
         }
-        Some(None) => text.push_str(" No bandwidth keeps them 95 % busy."),
+        Some(None) => {
+            let why = forecast.beyond.as_ref().and_then(|beyond| beyond.never_enough.as_deref());
+            let _ =
+                write!(text, " No bandwidth keeps them 95 % busy: {}.", why.unwrap_or_default());
+        }
         None => {}
+    }
+    if let Some(words) = slower_than_one(forecast) {
+        text.insert_str(0, &format!("{words} "));
+    }
+    if let Some(beside) = &forecast.beside {
+        let _ = write!(
+            text,
+            " No device was named: this page is for {}; on {} the same workers would train {} \
+             samples per second, {} times as many as one.",
+            question.profile.name,
+            beside.profile,
+            units::rate(beside.images_per_second),
+            times(beside.speedup),
+        );
     }
     if let Some(copies) = &forecast.copies {
         let _ = write!(text, " Copied: {}.", copies.words());
@@ -242,7 +260,7 @@ fn advice(page: &mut String, beyond: &Beyond) {
          <div class=\"card\"><table><thead><tr><th>change</th><th class=\"num\">speed</th>\
          <th class=\"num\">samples/s</th><th class=\"num\">iteration</th></tr></thead><tbody>\n",
     );
-    for advice in &beyond.advice {
+    for advice in useful(beyond) {
         let but =
             advice.but.map_or(String::new(), |but| format!(" <span class=\"why\">({but})</span>"));
         let _ = writeln!(

@@ -1,12 +1,15 @@
 //! What is asked: flags become a cluster, a model and a network, or a message that says why not.
 
 use super::copies::CopyFlag;
-use super::described;
+use super::{described, device};
 use crate::bandwidth::Bandwidth;
+use crate::doctor::SavedCluster;
 use anyhow::{Context, bail, ensure};
 use poseidon_core::{ChunkSize, Cluster, Servers};
 use poseidon_sim::profile::{Basis, Profile};
-use poseidon_sim::{LayerTime, Model, Network, Overlap, Places, Racks, SchemeRule, Setup};
+use poseidon_sim::{
+    LayerTime, Model, Network, Overlap, Places, Racks, SchemeRule, Setup, read_text,
+};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -36,18 +39,24 @@ pub(crate) struct Flags {
 
     /// How fast a worker computes: titan-x or titan-x-tensorflow (as the paper measured them), h200
     /// (measured), a100, h100, l4, rtx-4090 or t4 (from published figures, not measured), or a TOML
-    /// file that 'poseidon profile' wrote.
-    #[arg(long, value_name = "NAME|FILE", default_value = "titan-x", help_heading = MODEL)]
-    profile: String,
+    /// file that 'poseidon profile' wrote [default: this machine's GPU if it is one of these;
+    /// otherwise titan-x and h200, side by side].
+    #[arg(long, value_name = "NAME|FILE", help_heading = MODEL)]
+    profile: Option<String>,
 
     /// How fast a worker's device copies to its host's memory and back, each way: 25GB/s, 900MB/s.
     /// 'none' leaves copies out [default: what the profile says, if it says anything].
     #[arg(long, value_name = "RATE|none", allow_hyphen_values = true, help_heading = MODEL)]
     copy_speed: Option<CopyFlag>,
 
-    /// Workers.
-    #[arg(long, short = 'n', value_name = "N", default_value = "8", value_parser = positive, help_heading = CLUSTER)]
-    workers: usize,
+    /// What 'poseidon doctor --save FILE' has measured: workers, workers of a host, bandwidth and
+    /// latency. Each of them can still be said otherwise.
+    #[arg(long, value_name = "FILE.json", help_heading = CLUSTER)]
+    cluster: Option<PathBuf>,
+
+    /// Workers [default: 8].
+    #[arg(long, short = 'n', value_name = "N", value_parser = positive, help_heading = CLUSTER)]
+    workers: Option<usize>,
 
     /// Where parameters live: 'colocated' on the workers [default], on M dedicated servers, or
     /// 'colocated+M'. As many servers as workers are taken as one on each worker, which is how the
@@ -58,17 +67,17 @@ pub(crate) struct Flags {
     /// Workers of one host. They reach each other through memory and share the host's port: what
     /// they contribute is added up inside the host, and one stream per chunk leaves it. --workers
     /// stays the number of all workers. The last host may have fewer. Dedicated servers have hosts
-    /// of their own.
-    #[arg(long, value_name = "R", default_value = "1", value_parser = positive, help_heading = CLUSTER)]
-    ranks_per_host: usize,
+    /// of their own [default: 1].
+    #[arg(long, value_name = "R", value_parser = positive, help_heading = CLUSTER)]
+    ranks_per_host: Option<usize>,
 
     /// Threads, and connections to each peer, that move data in every node.
     #[arg(long, value_name = "L", default_value = "1", value_parser = positive, help_heading = CLUSTER)]
     lanes: usize,
 
-    /// Of a host's port: 10gbit, 200mbit, 25GbE.
-    #[arg(long, short = 'b', value_name = "RATE", default_value = "10gbit", allow_hyphen_values = true, help_heading = NETWORK)]
-    bandwidth: Bandwidth,
+    /// Of a host's port: 10gbit, 200mbit, 25GbE [default: 10gbit].
+    #[arg(long, short = 'b', value_name = "RATE", allow_hyphen_values = true, help_heading = NETWORK)]
+    bandwidth: Option<Bandwidth>,
 
     /// 'ethernet' is today's, switched and full duplex; 'virtual-cluster' is one of network namespaces
     /// on a single machine; 'paper-2017' is the network that the paper's figures fit, whose
@@ -120,6 +129,8 @@ pub(crate) struct Question {
     /// What the profile's times are based on.
     pub(crate) basis: Basis,
     pub(crate) setup: Setup,
+    /// The same on another device, where nobody has said on which, and that device's name.
+    pub(crate) beside: Option<(String, Setup)>,
     /// What was understood otherwise than it might have been meant, for people.
     pub(crate) notes: Vec<String>,
 }
@@ -127,14 +138,30 @@ pub(crate) struct Question {
 impl Question {
     pub(crate) fn new(flags: &Flags) -> anyhow::Result<Self> {
         let model = flags.model()?;
-        let profile = match file(&flags.profile, "toml") {
-            Some(path) => Profile::read(path)?,
-            None => Profile::named(&flags.profile)?,
-        };
         let mut notes = Vec::new();
-        let cluster = flags.cluster(&mut notes)?;
-        let mut network = network(&flags.network, flags.bandwidth)?;
-        if let Some(latency) = flags.latency {
+        let (name, other) = match &flags.profile {
+            Some(name) => (name.clone(), None),
+            None => match device::known_gpu() {
+                Some((name, model)) => {
+                    notes.push(format!("no --profile: this machine has an {model}, so {name}"));
+                    (name.to_owned(), None)
+                }
+                None => (DEFAULT_PROFILE.to_owned(), Some(OTHER_PROFILE)),
+            },
+        };
+        let profile = match file(&name, "toml") {
+            Some(path) => Profile::read(path)?,
+            None => Profile::named(&name)?,
+        };
+        let measured = flags.cluster.as_deref().map(SavedCluster::read).transpose()?;
+        let cluster = flags.cluster(measured.as_ref(), &mut notes)?;
+        let bandwidth = match (flags.bandwidth, &measured) {
+            (Some(bandwidth), _) => bandwidth,
+            (None, Some(saved)) => Bandwidth::from_bytes(saved.bits_per_second as f64 / 8.0),
+            (None, None) => DEFAULT_BANDWIDTH,
+        };
+        let mut network = network(&flags.network, bandwidth)?;
+        if let Some(latency) = flags.latency.or(measured.map(|saved| saved.latency())) {
             network.latency = latency;
         }
         network.queue = flags.queue;
@@ -154,7 +181,16 @@ impl Question {
             setup.check_servers().map_err(|e| anyhow::anyhow!("{e}: see --servers and --chunk"))?;
         }
         setup.check()?;
-        Ok(Self { model, profile, basis, setup, notes })
+        let beside = other.and_then(|name| {
+            let profile = Profile::named(name).ok()?;
+            let mut other = setup.clone();
+            (other.times, _) = profile.times(&model, flags.batch).ok()?;
+            other.rebuild_rate = profile.rates.map(|rates| rates.fc);
+            other.copies = flags.copy_speed.map_or(profile.copies, CopyFlag::speed);
+            other.check().ok()?;
+            Some((name.to_owned(), other))
+        });
+        Ok(Self { model, profile, basis, setup, beside, notes })
     }
 
     /// The same with another batch.
@@ -171,7 +207,7 @@ impl Flags {
             return described::describe(&self.python, factory, self.input.as_deref());
         }
         if let Some(path) = file(name, "json") {
-            return std::fs::read_to_string(path).with_context(|| format!("cannot read {name}"));
+            return read_text(path).with_context(|| format!("cannot read {name}"));
         }
         Model::named(name)?;
         Ok(poseidon_sim::zoo::text(name).unwrap_or_default().to_owned())
@@ -189,13 +225,18 @@ impl Flags {
         }
     }
 
-    fn cluster(&self, notes: &mut Vec<String>) -> anyhow::Result<Cluster> {
-        let narrow = |what: &str, number: usize| {
-            u16::try_from(number)
-                .map_err(|_| anyhow::anyhow!("{what} must be at most 65534, got {number}"))
+    fn cluster(
+        &self,
+        measured: Option<&SavedCluster>,
+        notes: &mut Vec<String>,
+    ) -> anyhow::Result<Cluster> {
+        let narrow = |what: &str, number: usize, most: u16| {
+            let fits = u16::try_from(number).ok().filter(|number| *number <= most);
+            fits.with_context(|| format!("{what} must be at most {most}, got {number}"))
         };
-        let workers = narrow("--workers", self.workers)?;
-        let lanes = narrow("--lanes", self.lanes)?;
+        let workers = self.workers.or(measured.map(|saved| saved.workers));
+        let workers = narrow("--workers", workers.unwrap_or(DEFAULT_WORKERS), MOST_WORKERS)?;
+        let lanes = narrow("--lanes", self.lanes, MOST_LANES)?;
         let servers = match self.servers.as_deref() {
             None => Servers::Colocated,
             Some(text) => {
@@ -215,7 +256,8 @@ impl Flags {
                 }
             }
         };
-        let ranks_per_host = narrow("--ranks-per-host", self.ranks_per_host)?;
+        let ranks = self.ranks_per_host.or(measured.map(|saved| saved.ranks_per_host));
+        let ranks_per_host = narrow("--ranks-per-host", ranks.unwrap_or(1), MOST_WORKERS)?;
         let places = Places { ranks_per_host, hosts_per_rack: None };
         Ok(places.place(Cluster::new(workers, servers, lanes)?))
     }
@@ -297,11 +339,19 @@ pub(crate) fn queue(text: &str) -> Result<u64, String> {
 }
 
 const DEFAULT_MODEL: &str = "vgg19";
+const DEFAULT_WORKERS: usize = 8;
+const DEFAULT_BANDWIDTH: Bandwidth = Bandwidth::gigabits(10.0);
+/// The paper's device, and one of today that was measured: shown together where none is named.
+const DEFAULT_PROFILE: &str = "titan-x";
+const OTHER_PROFILE: &str = "h200";
 const PAPER: &str = "paper-2017";
 const MODEL: &str = "What is trained";
 const CLUSTER: &str = "On what";
 const NETWORK: &str = "Network";
 const EXCHANGE: &str = "How layers are exchanged";
+/// Every chunk of every worker is simulated, several times: more take hours.
+const MOST_WORKERS: u16 = 1024;
+const MOST_LANES: u16 = 64;
 /// More do not fit into any memory.
 const MOST_SAMPLES: usize = 1 << 24;
 /// No switch is built so, but somebody may want to see what it does.

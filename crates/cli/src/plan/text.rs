@@ -1,10 +1,11 @@
 //! The plan in the terminal.
 
+use super::advice::Advice;
 use super::forecast::{Beyond, Forecast, Point};
 use super::links::LinkUse;
 use super::{Bandwidth, Question, bottleneck, fold};
 use crate::report::units;
-use crate::terminal::{Paint, printable, table, terminal_width};
+use crate::terminal::{Paint, columns, printable, table, terminal_width};
 use poseidon_core::{Cluster, Servers};
 use poseidon_sim::Places;
 use std::io;
@@ -14,11 +15,12 @@ use std::path::Path;
 pub(super) fn text(question: &Question, forecast: &Forecast, report: Option<&Path>) -> String {
     let paint = Paint { on: crate::wants_colour(&io::stdout()) };
     let width = terminal_width();
-    let mut lines = vec![
-        paint.bold(&printable(&headline(question, forecast))),
-        paint.dim(&printable(&basis(question))),
-        String::new(),
-    ];
+    let mut lines = Vec::new();
+    lines.extend(slower_than_one(forecast).map(|words| paint.bold(&words)));
+    lines.push(paint.bold(&printable(&headline(question, forecast))));
+    lines.push(paint.dim(&printable(&basis(question))));
+    lines.extend(side_by_side(question, forecast, paint));
+    lines.push(String::new());
     let layers = forecast.layers.len();
     lines.extend(table::folded(&fold::folded(&forecast.layers), layers, width, paint));
     lines.push(String::new());
@@ -51,6 +53,50 @@ pub(super) fn headline(question: &Question, forecast: &Forecast) -> String {
         Bandwidth::from_bytes(setup.network.bandwidth),
         setup.network.name,
     )
+}
+
+/// What has to be said first, if it is so.
+pub(super) fn slower_than_one(forecast: &Forecast) -> Option<String> {
+    let speedup = forecast.outcome.speedup;
+    // What rounds to as fast is not slower.
+    (speedup > 0.0 && speedup < 0.95).then(|| {
+        let workers = units::plural(forecast.setup.cluster.workers() as u64, "worker");
+        format!("One worker alone is {} times as fast as these {workers}.", times(1.0 / speedup))
+    })
+}
+
+/// The devices that were taken because nobody has named one.
+fn side_by_side(question: &Question, forecast: &Forecast, paint: Paint) -> Vec<String> {
+    let Some(beside) = &forecast.beside else { return Vec::new() };
+    let row = |name: &str, times_of: [f64; 2], samples: f64, speedup: f64| {
+        let [iteration, compute] = times_of.map(units::duration);
+        [name.to_owned(), iteration, compute, times(speedup), units::rate(samples)]
+    };
+    let outcome = &forecast.outcome;
+    let rows = [
+        row(
+            &question.profile.name,
+            [outcome.iteration_seconds, outcome.compute_seconds],
+            forecast.images_per_second(),
+            outcome.speedup,
+        ),
+        row(
+            &beside.profile,
+            [beside.iteration_seconds, beside.compute_seconds],
+            beside.images_per_second,
+            beside.speedup,
+        ),
+    ];
+    let header = ["device", "iteration", "computing", "speed-up", "samples/s"];
+    let table = columns::table(header, [false, true, true, true, true], rows.into_iter());
+    let mut lines =
+        vec![String::new(), paint.bold("No --profile was given, so here are two devices:")];
+    lines.extend(table.lines().map(String::from));
+    lines.push(paint.dim(&format!(
+        "All below is for {}, the GPU of the paper of 2017; --profile {} is one of today.",
+        question.profile.name, beside.profile
+    )));
+    lines
 }
 
 /// How computing times are known.
@@ -119,7 +165,10 @@ fn facts(forecast: &Forecast) -> Vec<(&'static str, String)> {
                 let sold = bandwidth.as_sold().map_or(String::new(), |sold| format!(": {sold}"));
                 format!("{bandwidth} is the least that keeps workers 95 % busy{sold}")
             }
-            None => "no bandwidth keeps workers 95 % busy".into(),
+            None => {
+                let why = beyond.never_enough.as_deref().unwrap_or_default();
+                format!("no bandwidth keeps workers 95 % busy: {}", printable(why))
+            }
         };
         facts.push(("enough", enough));
     }
@@ -163,12 +212,12 @@ fn named(paint: Paint, name: &str, value: &str) -> String {
 
 fn helps(beyond: &Beyond, paint: Paint) -> Vec<String> {
     let mut lines = vec![String::new(), paint.bold("What would help")];
-    let (good, bad): (Vec<_>, Vec<_>) = beyond.advice.iter().partition(|a| a.gain >= WORTH);
+    let good = useful(beyond);
     if good.is_empty() {
-        lines.push("Nothing that was tried: the workers compute nearly all the time.".into());
+        lines.push("Nothing that was tried.".into());
     }
-    let longest = beyond.advice.iter().map(|a| a.change.chars().count()).max().unwrap_or(0);
-    for advice in &good {
+    let longest = good.iter().map(|a| a.change.chars().count()).max().unwrap_or(0);
+    for advice in good {
         let but = advice.but.map_or(String::new(), |but| paint.dim(&format!("  ({but})")));
         lines.push(format!(
             "{:>9}  {:<longest$}  {} samples/s{but}",
@@ -177,11 +226,12 @@ fn helps(beyond: &Beyond, paint: Paint) -> Vec<String> {
             units::rate(advice.images_per_second)
         ));
     }
-    if !bad.is_empty() {
-        let list: Vec<_> = bad.iter().map(|a| format!("{} ({})", a.change, gain(a.gain))).collect();
-        lines.push(paint.dim(&format!("No use: {}.", list.join(", "))));
-    }
     lines
+}
+
+/// The changes that are worth making.
+pub(super) fn useful(beyond: &Beyond) -> Vec<&Advice> {
+    beyond.advice.iter().filter(|advice| advice.gain >= WORTH).collect()
 }
 
 /// A speed-up: `15.4`, and `0.04` where one decimal would say nothing.

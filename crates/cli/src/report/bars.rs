@@ -1,7 +1,7 @@
 //! Bytes by layer, bytes by node, and how the nodes spent their time.
 
 use super::rows::{Bar, Chart, Row};
-use super::{LayerReport, NodeReport, Report, svg, units};
+use super::{LayerReport, NodeReport, svg, units};
 
 /// What each layer makes a node send per step, and what the parameter server would have.
 pub(crate) fn layers(
@@ -123,17 +123,17 @@ pub(super) fn traffic(page: &mut String, nodes: &[NodeReport]) {
     chart.draw(page);
 }
 
-/// Computing and waiting, out of the time the run took.
-pub(super) fn time(page: &mut String, report: &Report) {
+/// Computing and waiting, out of the `seconds` that the run took.
+pub(super) fn time(page: &mut String, nodes: &[NodeReport], seconds: f64) {
     let spent = |node: &NodeReport| (known(node.compute_seconds), known(node.stall_seconds));
     let busy = |node: &&NodeReport| spent(node).0 + spent(node).1 > 0.0;
-    let nodes: Vec<_> = report.nodes.iter().filter(busy).collect();
+    let nodes: Vec<_> = nodes.iter().filter(busy).collect();
     if nodes.is_empty() {
         page.push_str("<p class=\"none\">No times were measured.</p>");
         return;
     }
     let longest = nodes.iter().map(|node| spent(node).0 + spent(node).1);
-    let whole = longest.fold(known(report.seconds), f64::max);
+    let whole = longest.fold(known(seconds), f64::max);
     let row = |node: &&NodeReport| {
         let name = node_name(node);
         let (compute, stall) = spent(node);
@@ -152,7 +152,7 @@ pub(super) fn time(page: &mut String, report: &Report) {
                 bar("wait", computed, stalled, "waiting for communication", stall),
                 bar("other", stalled, 1.0, "anything else", other),
             ],
-            value: format!("{} waiting", units::percent(stall / (compute + stall))),
+            value: format!("{} waiting", units::percent(stall / whole)),
             summary: false,
             name,
         }

@@ -4,19 +4,23 @@ use super::svg::Escaped;
 use super::{LayerReport, Report, bars, curves, timeline, units};
 use std::fmt::Write;
 
-pub(super) fn page(report: &Report) -> String {
-    let mut page = String::with_capacity(128 << 10);
+/// The beginning of a page: all it needs to be shown, and nothing from the network.
+pub(super) fn open(page: &mut String, title: &str) {
     let _ = write!(
         page,
         "<!doctype html>\n<html lang=\"en\">\n<head>\n<meta charset=\"utf-8\">\n\
          <meta name=\"viewport\" content=\"width=device-width, initial-scale=1\">\n\
          <meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src \
          'unsafe-inline'; script-src 'unsafe-inline'; img-src data:\">\n\
-         <link rel=\"icon\" href=\"data:,\">\n<title>{} on {}: training report</title>\n\
+         <link rel=\"icon\" href=\"data:,\">\n<title>{}</title>\n\
          <style>\n{STYLE}</style>\n</head>\n<body>\n<main>\n",
-        Escaped(&report.model),
-        Escaped(&report.data),
+        Escaped(title),
     );
+}
+
+pub(super) fn page(report: &Report) -> String {
+    let mut page = String::with_capacity(128 << 10);
+    open(&mut page, &format!("{} on {}: training report", report.model, report.data));
     let _ = write!(
         page,
         "<header>\n<p class=\"eyebrow\">Poseidon training report</p>\n<h1>{} on {}</h1>\n\
@@ -52,8 +56,9 @@ pub(super) fn page(report: &Report) -> String {
     bars::traffic(&mut page, &report.nodes);
     page.push_str("</figure>\n");
     figure(&mut page, "Time by node", "Waiting is what faster communication could still save.");
-    bars::time(&mut page, report);
+    bars::time(&mut page, &report.nodes, report.seconds);
     page.push_str("</figure>\n</div>\n");
+    turnout(&mut page, report);
 
     page.push_str("<h2>One iteration</h2>\n");
     let about = format!(
@@ -65,7 +70,10 @@ pub(super) fn page(report: &Report) -> String {
     timeline::draw(&mut page, &report.timeline);
     page.push_str("</figure>\n");
 
-    page.push_str("<h2>The plan</h2>\n");
+    page.push_str(
+        "<h2>The plan</h2>\n<p class=\"about\">Bytes are what was measured, with the headers of frames. \
+         The table at the start of a run has what the plan expects, without them.</p>\n",
+    );
     plan(&mut page, &report.layers);
     facts(&mut page, report);
     let _ = write!(
@@ -215,22 +223,49 @@ fn epochs(page: &mut String, report: &Report) {
     page.push_str("</tbody></table></div></details>\n");
 }
 
-/// The plan as a table.
-pub(crate) fn plan(page: &mut String, layers: &[LayerReport]) {
+/// How much of each worker's work counted, where slow workers may be dropped.
+fn turnout(page: &mut String, report: &Report) {
+    let rows: Vec<_> =
+        report.nodes.iter().filter_map(|node| Some((node.rank, node.turnout?))).collect();
+    if rows.is_empty() {
+        return;
+    }
     page.push_str(
+        "<h3>Whose work counted</h3>\n<p class=\"about\">No step waited for its slowest workers. What came \
+         too late was dropped; steps that are in neither column were taken while the worker was busy with \
+         an earlier one.</p>\n<div class=\"card\" tabindex=\"0\"><table><thead><tr><th>worker</th>\
+         <th class=\"num\">steps counted</th><th class=\"num\">came too late</th>\
+         <th class=\"num\">samples counted</th></tr></thead><tbody>\n",
+    );
+    for (rank, of) in rows {
+        let cells = [of.steps_counted, of.steps_late, of.samples_counted];
+        let cells = cells.map(|n| format!("<td class=\"num\">{}</td>", units::grouped(n)));
+        let _ = writeln!(page, "<tr><td>worker {rank}</td>{}</tr>", cells.concat());
+    }
+    page.push_str("</tbody></table></div>\n");
+}
+
+/// The plan as a table. A job that is not of the built-in engine does not say of what kind its layers
+/// are.
+pub(crate) fn plan(page: &mut String, layers: &[LayerReport]) {
+    let has_kinds = layers.iter().any(|layer| !layer.kind.is_empty());
+    let header = if has_kinds { "<th class=\"kind\">kind</th>" } else { "" };
+    let _ = writeln!(
+        page,
         "<p class=\"about\">How each layer is synchronised, in forward order, and why so.</p>\n\
-         <div class=\"card plan\" tabindex=\"0\"><table><thead><tr><th>layer</th><th class=\"kind\">kind</th>\
+         <div class=\"card plan\" tabindex=\"0\"><table><thead><tr><th>layer</th>{header}\
          <th class=\"num\">parameters</th><th>scheme</th><th class=\"num\">bytes per step</th>\
-         <th class=\"why\">why</th></tr></thead><tbody>\n",
+         <th class=\"why\">why</th></tr></thead><tbody>",
     );
     for layer in layers {
+        let kind = format!("<td class=\"kind\">{}</td>", Escaped(&layer.kind));
+        let kind = if has_kinds { kind.as_str() } else { "" };
         let _ = writeln!(
             page,
-            "<tr><td class=\"name\">{}</td><td class=\"kind\">{}</td><td class=\"num\">{}</td>\
+            "<tr><td class=\"name\">{}</td>{kind}<td class=\"num\">{}</td>\
              <td class=\"chip\"><i class=\"{}\"></i>{}</td><td class=\"num\">{}</td>\
              <td class=\"why\">{}</td></tr>",
             Escaped(&layer.name),
-            Escaped(&layer.kind),
             units::grouped(layer.parameters as u64),
             bars::scheme_class(&layer.scheme),
             Escaped(&layer.scheme),
@@ -242,8 +277,9 @@ pub(crate) fn plan(page: &mut String, layers: &[LayerReport]) {
     let bytes = layers.iter().map(|layer| layer.bytes_sent_per_step).fold(0, u64::saturating_add);
     let _ = writeln!(
         page,
-        "</tbody><tfoot><tr><th colspan=\"2\">{}</th><td class=\"num\">{}</td><td></td>\
+        "</tbody><tfoot><tr><th colspan=\"{}\">{}</th><td class=\"num\">{}</td><td></td>\
          <td class=\"num bytes\">{}</td><td></td></tr></tfoot></table></div>",
+        1 + u8::from(has_kinds),
         units::plural(layers.len() as u64, "layer"),
         units::grouped(parameters.fold(0, u64::saturating_add)),
         units::bytes(bytes),

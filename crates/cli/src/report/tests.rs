@@ -47,6 +47,7 @@ fn sample() -> Report {
             bytes_received: 6000,
             compute_seconds: 1.5,
             stall_seconds: 0.25,
+            turnout: None,
         }],
         curve: (0..3)
             .map(|step| CurvePoint { step, epoch: 0.0, seconds: 0.0, loss: 1.0 })

@@ -6,6 +6,11 @@ use super::{Span, Timeline, Track, What, units};
 use std::collections::HashMap;
 
 pub(crate) fn draw(page: &mut String, timeline: &Timeline) {
+    draw_as(page, "timeline", timeline);
+}
+
+/// As [`draw`], on a page with several timelines: `id` is no other's.
+pub(super) fn draw_as(page: &mut String, id: &str, timeline: &Timeline) {
     let whole =
         |span: &&Span| span.start.is_finite() && span.end.is_finite() && span.end >= span.start;
     let spans: Vec<&Span> = timeline.spans.iter().filter(whole).collect();
@@ -23,7 +28,7 @@ pub(crate) fn draw(page: &mut String, timeline: &Timeline) {
             name: "computing".into(),
             value: String::new(),
             summary: true,
-            bars: on(&spans, Track::Compute).iter().map(|span| single(span, axis)).collect(),
+            bars: computing_bars(&spans, (begin, end), axis),
         },
         Row {
             name: "network".into(),
@@ -57,11 +62,14 @@ pub(crate) fn draw(page: &mut String, timeline: &Timeline) {
         rows.push(Row { name, value: String::new(), summary: false, bars });
     }
 
-    let entries: Vec<_> = LEGEND
+    let mut entries: Vec<_> = LEGEND
         .iter()
         .filter(|(what, _)| spans.iter().any(|span| span.what == *what))
         .map(|&(what, meaning)| (class(what), meaning))
         .collect();
+    if !gaps(&spans, (begin, end)).is_empty() {
+        entries.push((BETWEEN.0, BETWEEN.1));
+    }
     svg::legend(page, &entries);
     let total = |what| {
         let intervals = union(spans.iter().filter(|s| s.what == what).map(|s| (s.start, s.end)));
@@ -76,7 +84,7 @@ pub(crate) fn draw(page: &mut String, timeline: &Timeline) {
         units::duration(total(What::Wait)),
     );
     let chart = Chart {
-        id: "timeline",
+        id,
         title: "Timeline of one iteration",
         description,
         axis: Some(axis),
@@ -86,6 +94,34 @@ pub(crate) fn draw(page: &mut String, timeline: &Timeline) {
         rows,
     };
     chart.draw(page);
+}
+
+/// What the worker computed and waited for, and what it did between that.
+fn computing_bars(spans: &[&Span], whole: (f64, f64), axis: Axis) -> Vec<Bar> {
+    let computing = on(spans, Track::Compute);
+    let between = gaps(spans, whole).into_iter().map(|(start, end)| Bar {
+        class: BETWEEN.0.into(),
+        lane: 0,
+        from: axis.share(start * 1e3),
+        to: axis.share(end * 1e3),
+        tip: format!(
+            "{}, {} (from {:.2} to {:.2} ms)",
+            BETWEEN.1,
+            units::duration(end - start),
+            start * 1e3,
+            end * 1e3
+        ),
+    });
+    computing.iter().map(|span| single(span, axis)).chain(between).collect()
+}
+
+/// When the worker neither computed a layer nor waited for one, if that took long enough to be seen.
+fn gaps(spans: &[&Span], (begin, end): (f64, f64)) -> Vec<(f64, f64)> {
+    let busy = union(on(spans, Track::Compute).iter().map(|span| (span.start, span.end)));
+    let starts = std::iter::once(begin).chain(busy.iter().map(|(_, end)| *end));
+    let ends = busy.iter().map(|(start, _)| *start).chain([end]);
+    let seen = |(from, to): &(f64, f64)| to - from > (end - begin) * LEAST_GAP;
+    starts.zip(ends).filter(seen).collect()
 }
 
 /// One layer and what happened to it.
@@ -210,6 +246,10 @@ const LEGEND: [(What, &str); 5] = [
     (What::Wait, "computing waits for the layer"),
     (What::Sync, "synchronising: sent until received"),
 ];
+/// The class and the name of what is none of the others.
+const BETWEEN: (&str, &str) = ("other", "between layers: reading data, loss, updates");
+/// Shorter gaps cannot be seen.
+const LEAST_GAP: f64 = 0.002;
 /// About a screenful.
 const ROWS: usize = 28;
 /// With as many groups between them, it is two screenfuls at worst.

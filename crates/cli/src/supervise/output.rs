@@ -1,5 +1,6 @@
 //! What children print: cut into whole lines, marked with who printed them, passed on as bytes.
 
+use super::{Sink, Stream};
 use std::collections::VecDeque;
 use std::io::{self, ErrorKind, Read, Write};
 use std::mem;
@@ -13,6 +14,8 @@ pub(super) struct Relay {
     pub(super) prefix: Vec<u8>,
     /// What is remembered of the child.
     pub(super) kept: Arc<Mutex<Kept>>,
+    /// Who takes lines in place of our own streams.
+    pub(super) sink: Option<Arc<dyn Sink>>,
 }
 
 /// Where whole lines go.
@@ -33,6 +36,8 @@ pub(super) struct Kept {
     pub(super) stdout: Vec<u8>,
     /// The last lines of stderr, without their ends.
     pub(super) stderr_tail: VecDeque<Vec<u8>>,
+    /// Why our own stdout has not taken all lines. If its reader is gone, that is no reason.
+    pub(super) unwritten: Option<String>,
     /// The last line of the tail ended in a carriage return: the next one overwrites it.
     overwritten: bool,
 }
@@ -52,12 +57,21 @@ impl Relay {
             };
             if self.to == Destination::Captured {
                 self.kept.lock().unwrap().capture(piece);
-            } else if self.pass(lines.push(piece)).is_err() {
-                return;
+            } else if let Err(error) = self.pass(lines.push(piece)) {
+                return self.note(&error);
             }
         }
-        // A failure here has nobody to be told to: the child has closed its end as well.
-        let _ = self.pass(lines.finish());
+        if let Err(error) = self.pass(lines.finish()) {
+            self.note(&error);
+        }
+    }
+
+    /// Remembers that lines were not passed on: the child may take it for a reader who has seen
+    /// enough, and end well.
+    fn note(&self, error: &io::Error) {
+        if self.to == Destination::Stdout && error.kind() != ErrorKind::BrokenPipe {
+            self.kept.lock().unwrap().unwritten = Some(error.to_string());
+        }
     }
 
     /// Writes whole lines at once, under the stream's lock, so that lines of two children never mix.
@@ -72,17 +86,19 @@ impl Relay {
                 batch.push(b'\n');
             }
         }
-        match self.to {
-            Destination::Stdout => {
+        if self.to == Destination::Stderr {
+            self.kept.lock().unwrap().remember(lines);
+        }
+        match (self.to, &self.sink) {
+            (Destination::Captured, _) => Ok(()),
+            (Destination::Stdout, Some(sink)) => sink.lines(Stream::Stdout, batch),
+            (Destination::Stderr, Some(sink)) => sink.lines(Stream::Stderr, batch),
+            (Destination::Stdout, None) => {
                 let mut stdout = io::stdout().lock();
                 stdout.write_all(&batch)?;
                 stdout.flush()
             }
-            Destination::Stderr => {
-                self.kept.lock().unwrap().remember(lines);
-                io::stderr().lock().write_all(&batch)
-            }
-            Destination::Captured => Ok(()),
+            (Destination::Stderr, None) => io::stderr().lock().write_all(&batch),
         }
     }
 }

@@ -1,7 +1,7 @@
 //! A run in progress: its processes, the threads that listen to them, and when to signal whom.
 
 use super::output::{self, Destination, Kept, Relay};
-use super::{End, Finished, Options, Outcome, Process, Role, SignalName, SuperviseError};
+use super::{End, Finished, Options, Outcome, Process, Role, SignalName, Stream, SuperviseError};
 use crate::{orphan, wants_colour};
 use rustix::process::{Pid, Signal, WaitId, WaitIdOptions, kill_process_group, waitid};
 use std::io::{self, Read};
@@ -21,16 +21,23 @@ pub(super) enum Event {
     Closed(usize),
     /// Somebody asks the run to end.
     Signal(Signal),
+    /// The larger run has failed: end everything.
+    End,
+    /// All workers of the larger run have ended.
+    Leave,
 }
 
 /// The processes of a run and how far it is. Belongs to the thread that started them.
 pub(super) struct Run {
+    options: Options,
     children: Vec<Supervised>,
     phase: Phase,
     /// When the phase began.
     since: Instant,
     failure: Option<usize>,
     interrupted: Option<Signal>,
+    /// All workers have ended, and the larger run was told.
+    told_of_end: bool,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -56,13 +63,15 @@ struct Supervised {
 }
 
 impl Run {
-    pub(super) fn new() -> Self {
+    pub(super) fn new(options: Options) -> Self {
         Self {
+            options,
             children: Vec::new(),
             phase: Phase::Running,
             since: Instant::now(),
             failure: None,
             interrupted: None,
+            told_of_end: false,
         }
     }
 
@@ -70,7 +79,6 @@ impl Run {
     pub(super) fn start(
         &mut self,
         process: Process,
-        options: Options,
         events: &Sender<Event>,
     ) -> Result<(), SuperviseError> {
         let Process { name, label, mut command, role, draws } = process;
@@ -86,6 +94,8 @@ impl Run {
         })?;
 
         let index = self.children.len();
+        let colour = self.options.first_colour + index;
+        let sink = self.options.sink.clone();
         let pid = Pid::from_child(&process);
         let (stdout, stderr) = (process.stdout.take(), process.stderr.take());
         let kept = Arc::new(Mutex::new(Kept::default()));
@@ -99,17 +109,25 @@ impl Run {
             reaped: false,
         });
 
+        let prefix = |stream| {
+            let wanted = match (&self.options.sink, stream) {
+                (Some(sink), stream) => sink.wants_colour(stream),
+                (None, Stream::Stdout) => wants_colour(&io::stdout()),
+                (None, Stream::Stderr) => wants_colour(&io::stderr()),
+            };
+            output::prefix(&label, colour, wanted)
+        };
         if let Some(stdout) = stdout {
-            let to = match options.capture_stdout {
+            let to = match self.options.capture_stdout {
                 true => Destination::Captured,
                 false => Destination::Stdout,
             };
-            let prefix = output::prefix(&label, index, wants_colour(&io::stdout()));
-            relay(Relay { to, prefix, kept: Arc::clone(&kept) }, stdout, index, events)?;
+            let (prefix, kept, sink) = (prefix(Stream::Stdout), Arc::clone(&kept), sink.clone());
+            relay(Relay { to, prefix, kept, sink }, stdout, index, events)?;
         }
         if let Some(stderr) = stderr {
-            let prefix = output::prefix(&label, index, wants_colour(&io::stderr()));
-            relay(Relay { to: Destination::Stderr, prefix, kept }, stderr, index, events)?;
+            let (to, prefix) = (Destination::Stderr, prefix(Stream::Stderr));
+            relay(Relay { to, prefix, kept, sink }, stderr, index, events)?;
         }
         let events = events.clone();
         spawn(move || {
@@ -134,6 +152,11 @@ impl Run {
                     self.children[index].reap_if_over();
                 }
                 Some(Event::Signal(signal)) => self.handle_signal(signal),
+                Some(Event::End) if matches!(self.phase, Phase::Running | Phase::Leaving) => {
+                    self.enter(Phase::Terminating);
+                }
+                Some(Event::Leave) if self.phase == Phase::Running => self.enter(Phase::Leaving),
+                Some(Event::End | Event::Leave) => {}
                 None => self.handle_deadline(),
             }
         }
@@ -148,6 +171,7 @@ impl Run {
                 end: child.end.unwrap_or(End::Unknown),
                 stdout: kept.stdout,
                 stderr_tail: kept.stderr_tail.into(),
+                unwritten: kept.unwritten,
             }
         };
         Outcome {
@@ -177,6 +201,10 @@ impl Run {
         }
         self.failure = Some(index);
         let name = &self.children[index].name;
+        if let Some(sink) = &self.options.sink {
+            sink.failed(name, end);
+            return self.enter(Phase::Terminating);
+        }
         match self.children.iter().filter(|child| child.end.is_none()).count() {
             0 => error!("{name} {end}"),
             others => error!("{name} {end}; ending the other {others}"),
@@ -190,12 +218,18 @@ impl Run {
         }
         let name = SignalName(signal.as_raw());
         let ending = self.interrupted.is_some() || self.phase == Phase::Terminating;
+        // The larger run says it for all of its parts.
+        let alone = self.options.sink.is_none();
         if signal == Signal::INT && ending {
-            warn!("got {name}, killing all processes");
+            if alone {
+                warn!("got {name}, killing all processes");
+            }
             self.enter(Phase::Killing);
             return;
         }
-        info!("got {name}, passed on to all processes; another Ctrl-C kills them");
+        if alone {
+            info!("got {name}, passed on to all processes; another Ctrl-C kills them");
+        }
         if self.failure.is_none() {
             self.interrupted.get_or_insert(signal);
         }
@@ -225,8 +259,16 @@ impl Run {
 
     fn leave_if_workers_are_done(&mut self) {
         let mut workers = self.children.iter().filter(|child| child.role == Role::Worker);
-        if self.phase == Phase::Running && workers.all(|child| child.end.is_some()) {
-            self.enter(Phase::Leaving);
+        if self.phase != Phase::Running || !workers.all(|child| child.end.is_some()) {
+            return;
+        }
+        match &self.options.sink {
+            None => self.enter(Phase::Leaving),
+            Some(_) if self.told_of_end => {}
+            Some(sink) => {
+                self.told_of_end = true;
+                sink.workers_ended();
+            }
         }
     }
 
@@ -322,7 +364,8 @@ fn spawn(body: impl FnOnce() + Send + 'static) -> Result<(), SuperviseError> {
         .map_err(|source| SuperviseError::Resource { what: "thread to watch a process", source })
 }
 
-fn wait_without_reaping(pid: Pid) -> End {
+/// Waits for the end of a child, whose process id stays taken.
+pub(crate) fn wait_without_reaping(pid: Pid) -> End {
     let options = WaitIdOptions::EXITED | WaitIdOptions::NOWAIT;
     let status = rustix::io::retry_on_intr(|| waitid(WaitId::Pid(pid), options));
     let Ok(Some(status)) = status else {
@@ -343,3 +386,64 @@ const TERMINATE: Duration = Duration::from_millis(1500);
 const DRAIN: Duration = Duration::from_millis(250);
 /// How long a killed process may take to end: the kernel frees hundreds of GiB in seconds.
 const KILL: Duration = Duration::from_secs(10);
+
+#[cfg(test)]
+mod tests {
+    use super::super::Sink;
+    use super::*;
+    use std::process::Command;
+    use std::sync::atomic::{AtomicUsize, Ordering};
+    use std::sync::mpsc;
+
+    /// Counts how often it hears that all workers have ended.
+    #[derive(Debug, Default)]
+    struct Counter(AtomicUsize);
+
+    impl Sink for Counter {
+        fn lines(&self, _: Stream, _: Vec<u8>) -> io::Result<()> {
+            Ok(())
+        }
+
+        fn wants_colour(&self, _: Stream) -> bool {
+            false
+        }
+
+        fn failed(&self, _: &str, _: End) {}
+
+        fn workers_ended(&self) {
+            self.0.fetch_add(1, Ordering::Relaxed);
+        }
+    }
+
+    /// The server may be needed by workers elsewhere.
+    #[test]
+    fn a_server_of_a_larger_run_stays_until_it_is_told_to_leave() {
+        let counter = Arc::new(Counter::default());
+        let (events, inbox) = mpsc::channel();
+        let mut run = Run::new(Options { sink: Some(counter.clone()), ..Options::default() });
+        for role in [Role::Worker, Role::Worker, Role::Server] {
+            let mut command = Command::new("sleep");
+            command.arg(if role == Role::Server { "600" } else { "0" });
+            let (name, label) = (String::new(), String::new());
+            run.start(Process { name, label, command, role, draws: false }, &events).unwrap();
+        }
+        let mut ended = 0;
+        while ended < 2 {
+            match inbox.recv().unwrap() {
+                Event::Ended(index, end) => {
+                    assert_eq!(counter.0.load(Ordering::Relaxed), 0, "a worker is left");
+                    run.handle_end(index, end);
+                    ended += 1;
+                }
+                Event::Closed(index) => run.children[index].open_streams -= 1,
+                _ => panic!("nobody has sent anything else"),
+            }
+        }
+        assert_eq!(counter.0.load(Ordering::Relaxed), 1);
+        assert_eq!((run.phase, run.deadline()), (Phase::Running, None), "nothing ends the server");
+        events.send(Event::Leave).unwrap();
+        run.children.iter_mut().for_each(Supervised::reap_if_over);
+        run.watch(&inbox);
+        assert_eq!(run.children[2].end, Some(End::Signal(Signal::TERM.as_raw())));
+    }
+}

@@ -1,21 +1,20 @@
 //! The signals that ask a run to end.
 
-use super::run::Event;
 use rustix::process::Signal;
 use signal_hook::iterator::{Handle, Signals};
-use std::sync::mpsc::Sender;
 use std::{fs, io, thread};
 
-/// Sends [`Event::Signal`] for every termination signal until it is dropped.
+/// Hands on every termination signal until it is dropped.
 ///
 /// After that the signals do not get their default action back: the supervising process is about to
 /// end.
-pub(super) struct SignalListener(Handle);
+pub(crate) struct SignalListener(Handle);
 
 impl SignalListener {
-    /// Starts listening. Signals that were ignored when this process started stay ignored: that is
-    /// how `nohup`, and a shell that runs a job in the background, protect it.
-    pub(super) fn start(events: Sender<Event>) -> io::Result<Self> {
+    /// Starts listening. `hand_on` says whether anybody still wants signals. Signals that were
+    /// ignored when this process started stay ignored: that is how `nohup`, and a shell that runs a
+    /// job in the background, protect it.
+    pub(crate) fn start(hand_on: impl Fn(Signal) -> bool + Send + 'static) -> io::Result<Self> {
         let ignored = ignored();
         let wanted = [Signal::HUP, Signal::INT, Signal::TERM].map(Signal::as_raw);
         let mut signals =
@@ -23,7 +22,7 @@ impl SignalListener {
         let listener = Self(signals.handle());
         thread::Builder::new().name("signals".into()).spawn(move || {
             for signal in signals.forever().filter_map(Signal::from_named_raw) {
-                if events.send(Event::Signal(signal)).is_err() {
+                if !hand_on(signal) {
                     break;
                 }
             }

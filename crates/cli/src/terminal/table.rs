@@ -25,15 +25,20 @@ pub(crate) fn folded(
         widest.max(HEADER[column].width())
     });
     let taken: usize = widths.iter().map(|width| width + GAP.len()).sum();
-    let room = width.clamp(NARROWEST, WIDEST).saturating_sub(taken).max(SHORTEST_WHY);
+    let room = width.min(WIDEST).saturating_sub(taken);
+    if room < SHORTEST_WHY {
+        return narrow(layers, &cells, &total, widths, width, paint);
+    }
 
     let mut lines = vec![
         paint.bold(&format!("{}why", aligned(&HEADER.map(String::from), widths))),
         paint.dim(&"─".repeat(taken + longest_why(layers).clamp(3, room))),
     ];
     let indent = " ".repeat(taken);
+    let mut said = None;
     for (layer, cells) in layers.iter().zip(&cells) {
-        let mut why = wrapped(&printable(&layer.reason), room, WHY_LINES).into_iter();
+        let why = why(layer, &mut said);
+        let mut why = wrapped(&why, room, WHY_LINES).into_iter();
         let first = why.next().unwrap_or_default();
         let line = format!("{}{}", aligned(cells, widths), paint.dim(&first));
         lines.push(line.trim_end().into());
@@ -41,6 +46,44 @@ pub(crate) fn folded(
     }
     lines.push(paint.bold(aligned(&total.cells, widths).trim_end()));
     lines
+}
+
+/// The table without room for reasons beside the rows: each reason is on lines of its own, below the
+/// rows it is the reason of.
+fn narrow(
+    layers: &[LayerReport],
+    cells: &[[String; 5]],
+    total: &LayerTotal,
+    widths: [usize; 5],
+    width: usize,
+    paint: Paint,
+) -> Vec<String> {
+    let all = widths.iter().map(|width| width + GAP.len()).sum::<usize>() - GAP.len();
+    let mut lines = vec![
+        paint.bold(aligned(&HEADER.map(String::from), widths).trim_end()),
+        paint.dim(&"─".repeat(all)),
+    ];
+    for (i, (layer, cells)) in layers.iter().zip(cells).enumerate() {
+        lines.push(aligned(cells, widths).trim_end().into());
+        let is_last = layers.get(i + 1).is_none_or(|next| next.reason != layer.reason);
+        if is_last {
+            let room = width.max(SHORTEST_WHY) - GAP.len();
+            let why = wrapped(&printable(&layer.reason), room, WHY_LINES);
+            lines.extend(why.into_iter().map(|line| format!("{GAP}{}", paint.dim(&line))));
+        }
+    }
+    lines.push(paint.bold(aligned(&total.cells, widths).trim_end()));
+    lines
+}
+
+/// The reason of a row, said once where rows one after the other have the same.
+fn why<'a>(layer: &'a LayerReport, said: &mut Option<&'a str>) -> String {
+    match said.replace(&layer.reason) {
+        Some(before) if before == layer.reason && before.width() > AS_ABOVE.width() => {
+            AS_ABOVE.into()
+        }
+        _ => printable(&layer.reason),
+    }
 }
 
 struct LayerTotal {
@@ -136,7 +179,7 @@ const LONGEST_KIND: usize = 18;
 const WHY_LINES: usize = 2;
 /// A reason in less is a column of single words.
 const SHORTEST_WHY: usize = 20;
-const NARROWEST: usize = 60;
+const AS_ABOVE: &str = "as above";
 /// Longer lines are hard to follow.
 const WIDEST: usize = 160;
 
@@ -190,6 +233,29 @@ mod tests {
             assert_eq!(table.len(), 2 + 2 + 1 + 1, "two lines, one line, and the frame");
             assert!(table[3].ends_with('…') && table[4].ends_with('…'));
         }
+    }
+
+    #[test]
+    fn narrow_terminals_have_reasons_below_the_rows() {
+        let why = "its gradient has no factors";
+        let layers = [layer("conv1", why), layer("conv2", why), layer("fc", "factors are fewer")];
+        for width in [48, 56, 60] {
+            let table = plan(&layers, width, PLAIN);
+            for line in &table {
+                assert!(line.width() <= width, "{} of {width}: {line}", line.width());
+            }
+            let text = table.join("\n");
+            assert_eq!(text.matches(why).count(), 1, "{text}");
+            assert!(text.contains("factors are fewer"), "{text}");
+        }
+    }
+
+    #[test]
+    fn a_reason_of_several_rows_is_said_once() {
+        let why = "its gradient has no factors";
+        let layers: Vec<_> = (0..16).map(|i| layer(&format!("conv{i}"), why)).collect();
+        let text = plan(&layers, 100, PLAIN).join("\n");
+        assert_eq!((text.matches(why).count(), text.matches(AS_ABOVE).count()), (1, 15), "{text}");
     }
 
     #[test]

@@ -29,6 +29,8 @@ pub(super) struct EpochFacts {
     pub(super) tested: Option<(usize, usize)>,
     /// After every step, if that was asked for.
     pub(super) digests: Vec<String>,
+    /// Samples that counted since the beginning, where slow workers may be dropped.
+    pub(super) counted: Option<u64>,
 }
 
 /// At the end.

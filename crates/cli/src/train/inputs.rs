@@ -14,6 +14,8 @@ pub(super) struct Inputs {
     pub(super) train: Arc<dyn Samples>,
     pub(super) test: Option<Arc<dyn Samples>>,
     sampling: Sampling,
+    /// What data and model were made to fit each other by, for people.
+    notes: Vec<String>,
 }
 
 /// What all workers have agreed on before the first step.
@@ -29,10 +31,27 @@ pub(super) struct Agreement {
 impl Inputs {
     pub(super) fn open(settings: &Settings, rank: u16, ranks: u16) -> anyhow::Result<Self> {
         let model = settings.model()?;
-        let train = settings.open(Split::Train, rank, &model)?;
+        let mut notes = Vec::new();
+        let train = settings.open(Split::Train, rank, &model, &mut notes)?;
+        let (classes, outputs) = (train.classes(), model.classes);
+        let model = settings.model_for(model, classes);
+        let name = &model.name;
+        if model.classes != outputs {
+            let data = &settings.data;
+            notes.push(format!(
+                "{data} has {classes} classes: '{name}' gets as many outputs, instead of {outputs}"
+            ));
+        } else if classes < outputs {
+            let data = &settings.data;
+            notes.push(format!(
+                "{data} has {classes} classes, and '{name}' keeps the {outputs} outputs of its file"
+            ));
+        }
         let test = match settings.test {
             Test::Never => None,
-            Test::Epoch | Test::End => Some(settings.open(Split::Test, rank, &model)?),
+            Test::Epoch | Test::End => {
+                Some(settings.open(Split::Test, rank, &model, &mut notes)?)
+            }
         };
         let partition = match settings.partition {
             Partition::Shared => data::Partition::Shared,
@@ -48,7 +67,12 @@ impl Inputs {
         };
         // A batch that does not fit is found here, not after memory for it was made.
         Sampler::new(sampling)?;
-        Ok(Self { model, train, test, sampling })
+        Ok(Self { model, train, test, sampling, notes })
+    }
+
+    /// Says what data and model were made to fit each other by. One worker does.
+    pub(super) fn tell_notes(&self) {
+        self.notes.iter().for_each(|note| tracing::info!("{note}"));
     }
 
     /// Exchanges facts with the other workers. Fails if their data or settings differ.

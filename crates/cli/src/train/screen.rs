@@ -1,9 +1,10 @@
 //! What the terminal shows while a model is trained.
 //!
-//! Nothing here can fail: a terminal that is gone is no reason to stop training.
+//! A terminal that is gone is no reason to stop training. What could not be written is told at the
+//! end.
 
 use crate::report::{EpochReport, LayerReport, Report, units};
-use crate::terminal::{Paint, printable, table, terminal_width};
+use crate::terminal::{Paint, printable, said, table, terminal_width};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use std::io::{self, IsTerminal, Write};
 use std::path::Path;
@@ -48,6 +49,8 @@ pub(crate) struct Screen {
     bar: Option<ProgressBar>,
     /// When the last line about progress was printed; only [`Kind::Plain`] prints such lines.
     told: Option<Instant>,
+    /// Why lines are missing. A reader that is gone has seen enough: that is no reason.
+    unwritten: Option<io::Error>,
 }
 
 /// The epoch under way.
@@ -69,7 +72,16 @@ impl Screen {
     }
 
     fn with(kind: Kind, out: Box<dyn Write + Send>, paint: Paint, width: usize) -> Self {
-        Self { kind, out, paint, width, epoch: Epoch::default(), bar: None, told: None }
+        Self {
+            kind,
+            out,
+            paint,
+            width,
+            epoch: Epoch::default(),
+            bar: None,
+            told: None,
+            unwritten: None,
+        }
     }
 
     /// What is about to happen, in one line.
@@ -155,8 +167,13 @@ impl Screen {
         self.lines(&[printable(line)]);
     }
 
-    /// Prints the result of the run, and where its report lies.
-    pub(crate) fn finish(&mut self, report: &Report, page: &Path) {
+    /// Whether all lines were written.
+    pub(crate) fn outcome(&mut self) -> anyhow::Result<()> {
+        said(self.unwritten.take().map_or(Ok(()), Err))
+    }
+
+    /// Prints the result of the run, and where its report lies, if it was written.
+    pub(crate) fn finish(&mut self, report: &Report, page: Option<&Path>) {
         self.clear_bar();
         let total = report.nodes.iter().map(|node| node.bytes_sent).fold(0, u64::saturating_add);
         let accuracy = report.test_accuracy.map_or("not tested".into(), units::percent);
@@ -189,10 +206,19 @@ impl Screen {
                 ),
             ]);
         }
-        rows.extend([
-            ("parameters", printable(&report.parameter_digest)),
-            ("report", self.paint.bold(&printable(&page.display().to_string()))),
-        ]);
+        let turnout = report.nodes.iter().filter_map(|node| Some((node.rank, node.turnout?)));
+        let steps = report.steps - report.steps_before;
+        let slow: Vec<String> = turnout
+            .filter(|(_, of)| of.steps_counted < steps)
+            .map(|(rank, of)| format!("worker {rank} in {}", steps - of.steps_counted))
+            .collect();
+        if !slow.is_empty() {
+            let steps = units::plural(steps, "step");
+            rows.push(("dropped", format!("{} of {steps}", slow.join(", "))));
+        }
+        rows.push(("parameters", printable(&report.parameter_digest)));
+        let page = page.map(|page| self.paint.bold(&printable(&page.display().to_string())));
+        rows.extend(page.map(|page| ("report", page)));
         let rows = rows
             .iter()
             .map(|(name, value)| format!("{}  {value}", self.paint.dim(&format!("{name:<13}"))));
@@ -223,10 +249,14 @@ impl Screen {
         }
         let mut text = lines.join("\n");
         text.push('\n');
-        let out = &mut self.out;
+        let (out, unwritten) = (&mut self.out, &mut self.unwritten);
         let mut write = || {
-            // If this fails, nobody looks at the terminal.
-            let _ = out.write_all(text.as_bytes()).and_then(|()| out.flush());
+            let written = out.write_all(text.as_bytes()).and_then(|()| out.flush());
+            if let Err(error) = written
+                && error.kind() != io::ErrorKind::BrokenPipe
+            {
+                unwritten.get_or_insert(error);
+            }
         };
         match &self.bar {
             Some(bar) => bar.suspend(write),

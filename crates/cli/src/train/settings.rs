@@ -1,13 +1,15 @@
 //! What to train and how: flags over a file over defaults.
 
 use super::inputs::Inputs;
+use super::pace::{PaceFlags, Pretence};
 use super::saving::{self, Resumed};
 use anyhow::{Context, bail, ensure};
 use poseidon::config::Carriers;
 use poseidon::{ChunkSize, Config, Consistency, Optimizer, Placement, Policy, Servers};
-use poseidon_nn::data::{self, Samples, Source, Split};
+use poseidon_nn::data::{self, Grey, Samples, Source, Split};
 use poseidon_nn::train::{Overlap, Task};
 use poseidon_nn::{Model, Schedule};
+use poseidon_sim::{read_text, zoo};
 use serde::{Deserialize, Serialize};
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
@@ -118,6 +120,13 @@ pub(crate) struct Flags {
     #[arg(long, value_name = "bsp|ssp:S|asp", help_heading = SYNC)]
     sync: Option<Consistency>,
 
+    /// Take every step without the B slowest workers, if they are late: their work is dropped, and they
+    /// go on with what the others have. All workers meet at the end of an epoch, and where the state is
+    /// saved. The same as --sync drop-slowest:B.
+    #[arg(long, value_name = "B", value_parser = clap::value_parser!(u16).range(1..))]
+    #[arg(conflicts_with = "sync", help_heading = SYNC)]
+    drop_slowest: Option<u16>,
+
     /// Add contributions in rank order, so that a run repeats bit by bit.
     #[arg(long, help_heading = SYNC)]
     deterministic: bool,
@@ -149,12 +158,16 @@ pub(crate) struct Flags {
     #[arg(long, value_name = "PLACE[@STEP]", num_args = 0..=1, default_missing_value = "", help_heading = SAVE)]
     resume: Option<String>,
 
+    #[command(flatten)]
+    pub(super) pace: PaceFlags,
+
     /// Where to put report.html and report.json [default: poseidon-report].
     #[arg(long, value_name = "DIR", help_heading = TASK)]
     report: Option<PathBuf>,
 
     /// Train in this process without Poseidon: what its overhead is measured against.
-    #[arg(long, conflicts_with_all = ["workers", "servers", "scheme", "overlap", "chunk", "placement", "sync"], help_heading = SYNC)]
+    #[arg(long, conflicts_with_all = ["workers", "servers", "scheme", "overlap", "chunk"])]
+    #[arg(conflicts_with_all = ["placement", "sync", "drop_slowest"], help_heading = SYNC)]
     bare: bool,
 }
 
@@ -208,6 +221,8 @@ pub(crate) struct Settings {
     pub(super) report: PathBuf,
     #[serde(skip_serializing_if = "std::ops::Not::not")]
     pub(super) bare: bool,
+    #[serde(skip_serializing_if = "Pretence::is_none")]
+    pub(super) pretence: Pretence,
 }
 
 /// How old a checkpoint may become.
@@ -307,6 +322,7 @@ impl Default for Settings {
             resumed: None,
             report: "poseidon-report".into(),
             bare: false,
+            pretence: Pretence::default(),
         }
     }
 }
@@ -332,6 +348,7 @@ impl Settings {
         }
         take!(workers, servers, threads_per_worker, link, model, data, partition, batch, lr);
         take!(schedule, optimizer, seed, test, scheme, overlap, chunk, placement, sync, report);
+        settings.sync = flags.drop_slowest.map_or(settings.sync, Consistency::DropSlowest);
         settings.lanes = flags.lanes.or(settings.lanes);
         if let Some(place) = &flags.checkpoint {
             settings.checkpoint = Some(saving::absolute(place)?);
@@ -343,6 +360,7 @@ impl Settings {
         if let Some(epochs) = flags.epochs {
             (settings.epochs, settings.steps) = (epochs, None);
         }
+        settings.pretence.take(&flags.pace);
         settings.deterministic |= flags.deterministic;
         settings.verify_replicas |= flags.verify_replicas;
         settings.bare |= flags.bare;
@@ -355,6 +373,16 @@ impl Settings {
 
     pub(crate) fn to_toml(&self) -> anyhow::Result<String> {
         Ok(toml::to_string(self)?)
+    }
+
+    /// Whether there are enough workers for what is asked of them.
+    pub(crate) fn check_workers(&self) -> anyhow::Result<()> {
+        let (drops, workers) = (self.sync.drops(), self.workers);
+        ensure!(
+            drops < workers,
+            "without the {drops} slowest of {workers} workers nobody is left: expected fewer than {workers}"
+        );
+        self.pretence.check(workers)
     }
 
     /// Opens everything, to find out whether it can be.
@@ -396,30 +424,44 @@ impl Settings {
             return Ok(model);
         }
         let path = Path::new(&self.model);
+        let nearest = || zoo::nearest(&self.model, Model::builtins().iter().copied());
         ensure!(
             path.exists(),
-            "no model '{}': there is no such file, and the built-in ones are {}",
+            "no model '{}'{}: there is no such file, and the built-in ones are {}",
             self.model,
+            zoo::did_you_mean(nearest()),
             Model::builtins().join(", ")
         );
         Ok(Model::read(path)?)
     }
 
-    /// The samples of one split, which must be what the model expects.
+    /// The samples of one split, which must be what the model expects. What was done about it is added
+    /// to `notes`.
     pub(crate) fn open(
         &self,
         split: Split,
         rank: u16,
         model: &Model,
+        notes: &mut Vec<String>,
     ) -> anyhow::Result<Arc<dyn Samples>> {
         let text = match self.partition {
             Partition::Shared => self.data.clone(),
             Partition::Private => self.data.replace("{rank}", &rank.to_string()),
         };
         let source: Source = crate::data::resolve(&text)?;
-        let samples: Arc<dyn Samples> = data::open(&source, split)?.into();
-        let [channels, height, width] = samples.shape();
+        let mut samples: Arc<dyn Samples> = data::open(&source, split)?.into();
         let input = [model.input.channels, model.input.height, model.input.width];
+        if input[0] == 1
+            && let Some(grey) = Grey::new(samples.clone())
+        {
+            samples = Arc::new(grey);
+            if split == Split::Train {
+                let name = &model.name;
+                notes
+                    .push(format!("{source} is in colour and made grey: '{name}' has one channel"));
+            }
+        }
+        let [channels, height, width] = samples.shape();
         ensure!(
             samples.shape() == input,
             "model '{}' expects images of {}x{}x{}, but those of {source} are {channels}x{height}x{width}",
@@ -463,6 +505,16 @@ impl Settings {
         }
     }
 
+    /// The net for `classes` classes: a built-in one has as many outputs as the data has classes.
+    pub(crate) fn model_for(&self, model: Model, classes: usize) -> Model {
+        // Private data may have other classes on every worker.
+        let follows = self.partition == Partition::Shared && Model::builtin(&self.model).is_some();
+        match model.clone().with_classes(classes) {
+            Some(fitted) if follows => fitted,
+            _ => model,
+        }
+    }
+
     fn validate(&self) -> anyhow::Result<()> {
         ensure!(self.workers > 0, "workers = 0: expected at least 1");
         ensure!(self.threads_per_worker > 0, "threads-per-worker = 0: expected at least 1");
@@ -478,6 +530,17 @@ impl Settings {
             let sync = self.sync;
             ensure!(!asked || sync.is_bsp(), "{what} needs sync = \"bsp\", not \"{sync}\"");
         }
+        if self.sync.drops() > 0 {
+            let several = self.lanes.is_some_and(|lanes| lanes > 1);
+            ensure!(
+                !several,
+                "where slow workers are dropped, there is one lane: leave out --lanes"
+            );
+            ensure!(
+                self.scheme != Policy::Sfb,
+                "factors of slow workers cannot be dropped: use --scheme auto or ps"
+            );
+        }
         let saves = self.checkpoint.is_some() || self.resumed.is_some();
         ensure!(!(self.bare && saves), "without Poseidon (--bare) there are no checkpoints");
         if self.optimizer.is_stateless() {
@@ -491,24 +554,23 @@ impl Settings {
 }
 
 fn read(path: &Path) -> anyhow::Result<Settings> {
-    let text =
-        std::fs::read_to_string(path).with_context(|| format!("cannot read {}", path.display()))?;
+    let text = read_text(path).with_context(|| format!("cannot read {}", path.display()))?;
     toml::from_str(&text).with_context(|| format!("in {}", path.display()))
 }
 
 /// Settings that are text in the file, as on the command line.
-mod text {
+pub(super) mod text {
     use serde::{Deserialize, Deserializer, Serializer, de::Error};
     use std::{fmt::Display, str::FromStr};
 
-    pub(super) fn serialize<T: Display, S: Serializer>(
+    pub(in crate::train) fn serialize<T: Display, S: Serializer>(
         value: &T,
         to: S,
     ) -> Result<S::Ok, S::Error> {
         to.collect_str(value)
     }
 
-    pub(super) fn deserialize<'de, T, D>(from: D) -> Result<T, D::Error>
+    pub(in crate::train) fn deserialize<'de, T, D>(from: D) -> Result<T, D::Error>
     where
         T: FromStr<Err: Display>,
         D: Deserializer<'de>,
@@ -518,63 +580,4 @@ mod text {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use std::io::Write;
-
-    fn saved() -> Settings {
-        let (checkpoint, keep_for) = (Some("/a/b".into()), Some("36h".parse().unwrap()));
-        Settings { checkpoint, keep_for, every: Some(5), keep: Some(3), ..Settings::default() }
-    }
-
-    #[test]
-    fn what_is_printed_can_be_read_back() {
-        let (chunk, placement) = (ChunkSize::at_most(2 << 20), Placement::PerTensor);
-        let settings = Settings { steps: Some(7), lanes: Some(2), chunk, placement, ..saved() };
-        let text = settings.to_toml().unwrap();
-        let read: Settings = toml::from_str(&text).unwrap();
-        assert_eq!(format!("{read:?}"), format!("{settings:?}"), "{text}");
-        assert!(text.contains("chunk = \"2m\"\nplacement = \"per-tensor\""), "{text}");
-    }
-
-    #[test]
-    fn flags_win_over_the_file() {
-        let mut file = tempfile::NamedTempFile::new().unwrap();
-        file.write_all(b"batch = 7\nlr = 0.5\nsteps = 3\n").unwrap();
-        let config = Some(file.path().to_owned());
-        let flags = Flags { config, lr: Some(0.25), epochs: Some(2), ..Flags::default() };
-        let settings = Settings::from_flags(&flags).unwrap();
-        assert_eq!((settings.batch, settings.lr), (7, 0.25));
-        assert_eq!((settings.epochs, settings.steps), (2, None));
-        assert_eq!(settings.workers, 4);
-    }
-
-    #[test]
-    fn nonsense_is_named() {
-        let says = |flags: Flags, words: &str| {
-            let error = format!("{:#}", Settings::from_flags(&flags).unwrap_err());
-            assert!(error.contains(words), "'{words}' is not in: {error}");
-        };
-        says(Flags { lr: Some(-1.0), ..Flags::default() }, "learning rate -1");
-        says(
-            Flags { optimizer: Some("mean".parse().unwrap()), ..Flags::default() },
-            "updates nothing",
-        );
-        let mut file = tempfile::NamedTempFile::new().unwrap();
-        file.write_all(b"batch = 32\nbathc = 7\n").unwrap();
-        says(Flags { config: Some(file.path().to_owned()), ..Flags::default() }, "bathc");
-        for (line, words) in
-            [("chunk = \"3\"", "from 1024 to"), ("placement = \"even\"", "per-tensor")]
-        {
-            let mut file = tempfile::NamedTempFile::new().unwrap();
-            file.write_all(line.as_bytes()).unwrap();
-            says(Flags { config: Some(file.path().to_owned()), ..Flags::default() }, words);
-        }
-        let unknown = Settings { model: "resnet-9000".into(), ..Settings::default() };
-        let error = unknown.model().unwrap_err().to_string();
-        assert!(error.contains("resnet-9000") && error.contains("cifar10-quick"), "{error}");
-        let mismatch = Settings { model: "cifar10-quick".into(), ..Settings::default() };
-        let error = mismatch.check().unwrap_err().to_string();
-        assert!(error.contains("3x32x32") && error.contains("1x28x28"), "{error}");
-    }
-}
+mod tests;

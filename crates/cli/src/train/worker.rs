@@ -2,19 +2,24 @@
 
 use super::facts::{EpochFacts, FinalFacts, gather};
 use super::inputs::{Agreement, Inputs};
+use super::outline::{command, plan};
+use super::pace::Pace;
 use super::saving::{self, Resumed, RunState, Saver, asked_to_end};
 use super::screen::{Kind, Screen, StepProgress};
 use super::settings::{Partition, Settings, Test};
+use super::thinned::Thinned;
+use super::turnout::Turnout;
 use crate::report::{
     CurvePoint, EpochReport, LayerReport, NodeReport, Quantiles, Report, Span, Timeline, Track,
     What,
 };
+use crate::terminal::say;
 use anyhow::ensure;
-use poseidon::{Checkpoints, Config, Consistency, LayerId, NodeId, Session, Traffic};
+use poseidon::{Checkpoints, Config, Consistency, LayerId, Session, Traffic};
 use poseidon_nn::data::{Evaluation, Loader, Position, Samples, Transform};
 use poseidon_nn::train::{self, TrainError, Worker};
 use poseidon_nn::{Loss, Net};
-use std::io::{self, Write};
+use std::io;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::time::{Duration, Instant, SystemTime};
@@ -22,6 +27,9 @@ use std::time::{Duration, Instant, SystemTime};
 /// Trains as one worker of the job that `config` describes.
 pub(super) fn run(settings: &Settings, config: Config, json: bool) -> anyhow::Result<()> {
     let inputs = Inputs::open(settings, config.node().0, config.workers)?;
+    if config.node().0 == 0 {
+        inputs.tell_notes();
+    }
     let task = settings.task(inputs.model.clone());
     let builder = Session::builder(config)
         .scheme(settings.scheme)
@@ -41,6 +49,7 @@ pub(super) fn run(settings: &Settings, config: Config, json: bool) -> anyhow::Re
 /// Trains in this process, without Poseidon.
 pub(super) fn run_alone(settings: &Settings, json: bool) -> anyhow::Result<()> {
     let inputs = Inputs::open(settings, 0, 1)?;
+    inputs.tell_notes();
     let worker = Worker::alone(&settings.task(inputs.model.clone()))?;
     drive(settings, worker, inputs, json)
 }
@@ -86,9 +95,11 @@ fn drive(settings: &Settings, worker: Worker, inputs: Inputs, json: bool) -> any
         steps,
         began: Instant::now(),
         stepping: Duration::ZERO,
-        step_times: Vec::new(),
+        step_times: Thinned::new(),
         images: 0,
-        curve: Vec::new(),
+        turnout: Turnout::default(),
+        pace: settings.pretence.of(rank, settings.seed),
+        curve: Thinned::new(),
         epochs: settings.resumed.as_ref().map_or_else(Vec::new, done),
         digests: Vec::new(),
         date: humantime::format_rfc3339_seconds(SystemTime::now()).to_string(),
@@ -147,9 +158,11 @@ struct Run<'a> {
     began: Instant,
     /// Time spent on steps, without tests.
     stepping: Duration,
-    step_times: Vec<f64>,
+    step_times: Thinned<f64>,
     images: u64,
-    curve: Vec<CurvePoint>,
+    turnout: Turnout,
+    pace: Pace,
+    curve: Thinned<CurvePoint>,
     epochs: Vec<EpochReport>,
     digests: Vec<String>,
     /// Where this run began: steps taken before, and the place in the data.
@@ -238,8 +251,9 @@ impl Run<'_> {
             }
             None => asked,
         };
-        // Workers that never wait hear of it at different steps: see `epoch`.
-        if stops && self.settings.sync != Consistency::Asp {
+        // Workers that do not wait, or miss steps, hear of it at different steps: see `epoch`.
+        let alike = matches!(self.settings.sync, Consistency::Bsp | Consistency::Ssp(_));
+        if stops && alike {
             self.stop_soon();
         }
         Ok(())
@@ -272,17 +286,28 @@ impl Run<'_> {
         let mut times = Vec::new();
         let mut digests = Vec::new();
         let ends_epoch = steps == self.loader.steps_left();
-        for step in 0..steps {
-            if self.is_stopped() {
-                break;
-            }
+        while self.worker.steps() < first + steps && !self.is_stopped() {
             let start = Instant::now();
+            let missed = self.worker.catch_up()?;
+            self.turnout.answered(&self.worker);
+            self.loader.skip(missed)?;
+            if let Some(time) = times.pop() {
+                // The last step took as long as the missed ones, too.
+                let steps = missed as usize + 1;
+                times.extend(std::iter::repeat_n(time / steps as f64, steps));
+                losses.resize(times.len(), (0.0, 0));
+            }
+            let step = self.worker.steps() - first;
             let is_last = step + 1 == steps;
             self.prepare_step(is_last, is_last && ends_epoch)?;
+            self.pace.slow_down(self.worker.compute_seconds());
             let batch = self.loader.next()?;
-            self.images += batch.total as u64;
+            if self.settings.sync.drops() == 0 {
+                self.images += batch.total as u64;
+            }
             let rate = self.settings.schedule.at(self.settings.lr, self.worker.steps());
             let loss = self.worker.step(&batch, rate)?;
+            self.turnout.sent(batch.labels.len());
             self.stepped()?;
             if self.settings.verify_replicas {
                 digests.push(self.worker.digest()?);
@@ -304,6 +329,7 @@ impl Run<'_> {
             );
         }
         self.worker.settle()?;
+        self.turnout.answered(&self.worker);
         // All workers have just taken a step together, so all of them know the same.
         if self.worker.session().is_some_and(|session| session.stop_asked().is_some()) {
             self.stop_soon();
@@ -316,11 +342,12 @@ impl Run<'_> {
         let tested = if test && whole { self.evaluate()? } else { None };
         let topic = format!("epoch {}", self.epochs.len());
         let digests = std::mem::take(&mut digests);
-        let facts = EpochFacts { losses, correct: total.correct, tested, digests };
+        let counted = self.turnout.report(&self.worker).map(|of| of.samples_counted);
+        let facts = EpochFacts { losses, correct: total.correct, tested, digests, counted };
         let facts = gather(&self.worker, &topic, &facts)?;
         check_replicas(first, &facts)?;
         self.note_epoch(epoch, first, &facts, &times, spent);
-        self.step_times.extend(times);
+        times.into_iter().for_each(|time| self.step_times.push(time));
         if !done {
             let steps = self.worker.steps();
             self.leave_report(&format!("this was written after step {steps} of {}", self.steps));
@@ -371,6 +398,10 @@ impl Run<'_> {
                 loss: loss / samples as f64,
             });
         }
+        // Those that were dropped are in the loss, but not in the speed.
+        let counted = facts.iter().map(|worker| worker.counted).sum::<Option<u64>>();
+        let images = counted.map_or(count as u64, |all| all - self.images);
+        self.images = counted.unwrap_or(self.images);
         let correct: usize = facts.iter().map(|worker| worker.correct).sum();
         let tested = facts.iter().filter_map(|worker| worker.tested);
         let (right, tested) = tested.fold((0, 0), |(r, n), part| (r + part.0, n + part.1));
@@ -380,7 +411,7 @@ impl Run<'_> {
             train_loss: sum / count as f64,
             train_accuracy: correct as f64 / count as f64,
             test_accuracy: (tested > 0).then(|| right as f64 / tested as f64),
-            images_per_second: count as f64 / spent.as_secs_f64(),
+            images_per_second: images as f64 / spent.as_secs_f64(),
         };
         self.digests.extend(facts.first().into_iter().flat_map(|worker| worker.digests.clone()));
         self.screen.epoch_end(&epoch);
@@ -401,17 +432,13 @@ impl Run<'_> {
             let (step, steps) = (report.steps, self.steps);
             report.partial = Some(format!("it was asked to end after step {step} of {steps}"));
         }
-        let page = self.settings.report.join(REPORT_PAGE);
-        self.screen.finish(&report, &page);
+        let written = report.write(&self.settings.report);
+        self.screen.finish(&report, written.as_deref().ok());
         if json {
-            let text = serde_json::to_string_pretty(&report)?;
-            match writeln!(io::stdout(), "{text}") {
-                Err(e) if e.kind() == io::ErrorKind::BrokenPipe => {} // the reader has seen enough
-                other => other?,
-            }
+            say(&(serde_json::to_string_pretty(&report)? + "\n"))?;
         }
-        report.write(&self.settings.report)?;
-        Ok(())
+        written?;
+        self.screen.outcome()
     }
 
     /// Leaves a report of what there is so far, on rank 0: if nothing comes after it, people find this
@@ -443,6 +470,7 @@ impl Run<'_> {
                 bytes_received: now.traffic.bytes_received - self.before.traffic.bytes_received,
                 compute_seconds: stats.compute_seconds,
                 stall_seconds: stats.stall_seconds,
+                turnout: self.turnout.report(&self.worker),
             },
             layers: layers.collect(),
             digest,
@@ -484,7 +512,7 @@ impl Run<'_> {
             epochs: self.epoch_of(steps),
             seconds,
             images_per_second: self.images as f64 / self.stepping.as_secs_f64(),
-            step_seconds: Quantiles::of(&self.step_times),
+            step_seconds: Quantiles::of(&self.step_times.values()),
             final_loss: self.curve.last().map_or(f64::NAN, |point| point.loss),
             test_accuracy: self.epochs.last().and_then(|epoch| epoch.test_accuracy),
             overlap_hidden_fraction: mean(|w| w.hidden),
@@ -502,8 +530,10 @@ impl Run<'_> {
             steps_before: self.first.0,
             partial: None,
             layers,
-            nodes: workers.iter().map(|worker| worker.node.clone()).collect(),
-            curve: self.curve.clone(),
+            nodes: self
+                .turnout
+                .complete(workers.iter().map(|worker| worker.node.clone()), &self.worker),
+            curve: self.curve.values(),
             epochs_done: self.epochs.clone(),
             timeline,
             config: settings.to_toml()?,
@@ -553,46 +583,3 @@ fn check_replicas(first: u64, workers: &[EpochFacts]) -> anyhow::Result<()> {
     }
     Ok(())
 }
-
-/// The plan, layer by layer. What it predicts for a step is the mean over all workers.
-fn plan(worker: &Worker, net: &Net) -> Vec<LayerReport> {
-    let layers = net.layers().iter().filter(|layer| layer.parameters > 0);
-    let rows = layers.enumerate().map(|(position, layer)| {
-        let id = LayerId(position as u32);
-        let planned = worker.session().and_then(|session| {
-            let choice = session.plan().choice(id)?.clone();
-            let cluster = &session.book().cluster;
-            let bytes = |node: NodeId| session.plan().bytes_sent(node, id) as u64;
-            let mean = cluster.worker_ids().map(bytes).sum::<u64>() / cluster.workers() as u64;
-            Some((choice.scheme.to_string(), choice.reason, mean))
-        });
-        let (scheme, reason, bytes_sent_per_step) =
-            planned.unwrap_or_else(|| ("none".into(), "trained without Poseidon".into(), 0));
-        LayerReport {
-            name: layer.name.clone(),
-            kind: layer.kind.clone(),
-            parameters: layer.parameters,
-            scheme,
-            reason,
-            bytes_sent_per_step,
-        }
-    });
-    rows.collect()
-}
-
-/// How to do this again.
-fn command() -> String {
-    let word = |word: std::ffi::OsString| {
-        let word = word.to_string_lossy().into_owned();
-        let plain = |c: char| c.is_ascii_alphanumeric() || "-_=.,:/+".contains(c);
-        if !word.is_empty() && word.chars().all(plain) {
-            return word;
-        }
-        format!("'{}'", word.replace('\'', "'\\''"))
-    };
-    let words = std::env::args_os().skip(1).map(word);
-    std::iter::once("poseidon".to_owned()).chain(words).collect::<Vec<_>>().join(" ")
-}
-
-/// What [`Report::write`] calls the page.
-const REPORT_PAGE: &str = "report.html";

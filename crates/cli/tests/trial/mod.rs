@@ -51,6 +51,13 @@ impl Trial {
         Self { folder: tempfile::tempdir().unwrap() }
     }
 
+    /// With a net in `small.toml` that trains in a moment.
+    pub(crate) fn with_small_net() -> Self {
+        let trial = Self::new();
+        trial.write("small.toml", SMALL);
+        trial
+    }
+
     pub(crate) fn path(&self, name: &str) -> PathBuf {
         self.folder.path().join(name)
     }

@@ -39,7 +39,7 @@ struct Waiting {
 impl Slot {
     /// Whether the workers of this chunk may be at different clocks.
     pub(super) fn is_loose(&self, consistency: Consistency) -> bool {
-        !consistency.is_bsp() && self.collects && !self.passes_on
+        !consistency.is_bsp() && consistency.drops() == 0 && self.collects && !self.passes_on
     }
 
     /// Whether contributions are steps of their own.
@@ -131,7 +131,7 @@ impl Store {
         }
     }
 
-    fn step(&mut self, id: u32, sum: &[f32], scale: f32, terms: Terms) {
+    pub(super) fn step(&mut self, id: u32, sum: &[f32], scale: f32, terms: Terms) {
         let (slot, pool) = (&mut self.slots[id as usize], &mut self.pool);
         // A simulation has none.
         let Some(parameters) = &mut slot.parameters else { return };

@@ -4,7 +4,7 @@ use super::pool::unshared;
 use super::streams::Fold;
 use crate::Encoding;
 use crate::optim;
-use crate::wire::{Kind, Terms};
+use crate::wire::{Header, Kind, Terms};
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
@@ -26,7 +26,8 @@ pub(super) struct OpenClock {
     /// so the buffer needs no clearing.
     pub(super) filled: usize,
     pub(super) finished: usize,
-    /// With [`Order::Rank`]: contributions that wait for their turn, by stream.
+    /// With [`Order::Rank`]: contributions that wait for their turn, by stream. Where slow workers may
+    /// be dropped: those that came before it was known who counts.
     pub(super) waiting: BTreeMap<usize, Arc<[f32]>>,
     /// With [`Order::Rank`]: sums that have been begun, and the next step of the streams' fold.
     pub(super) stack: Vec<Arc<[f32]>>,
@@ -34,6 +35,22 @@ pub(super) struct OpenClock {
 }
 
 impl OpenClock {
+    /// The clock of the contribution that `header` announces.
+    pub(super) fn new(header: &Header, now: Duration, sum: Option<Arc<[f32]>>) -> Self {
+        Self {
+            kind: header.kind,
+            terms: header.terms(),
+            opened: now,
+            sum,
+            lent: false,
+            filled: 0,
+            finished: 0,
+            waiting: BTreeMap::new(),
+            stack: Vec::new(),
+            turn: 0,
+        }
+    }
+
     /// Adds up what can be added now in the order of ranks. Returns buffers that are free again.
     pub(super) fn fold(&mut self, steps: &[Fold], done: impl Fn(usize) -> bool) -> Vec<Arc<[f32]>> {
         let mut freed = Vec::new();

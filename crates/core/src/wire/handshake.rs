@@ -95,7 +95,7 @@ pub struct Challenge {
     pub status: Status,
     /// The version the listener speaks.
     pub version: u16,
-    /// Fresh random bytes.
+    /// Fresh random bytes or, in a refusal, the proof that it comes from the cluster.
     pub nonce: [u8; 32],
 }
 
@@ -235,7 +235,7 @@ mod tests {
             nonce: [0xbb; 32],
         };
         let mut bytes = [0; 88];
-        bytes[..16].copy_from_slice(b"POSEIDON\x0a\x00\x01\x00\x07\x00\x03\x00");
+        bytes[..16].copy_from_slice(b"POSEIDON\x0b\x00\x01\x00\x07\x00\x03\x00");
         bytes[16..32].fill(0xaa);
         bytes[32..48].fill(0xee);
         bytes[48..56].copy_from_slice(&[4, 3, 2, 1, 0, 0, 0, 0]);
@@ -243,9 +243,9 @@ mod tests {
         assert_eq!(hello.encode(), bytes);
         assert_eq!(Hello::decode(&bytes), Ok(hello));
 
-        let challenge = Challenge { status: Status::Welcome, version: 10, nonce: [0xcc; 32] };
+        let challenge = Challenge { status: Status::Welcome, version: 11, nonce: [0xcc; 32] };
         let mut bytes =
-            *b"POSEIDON\x0a\x00\x00\x00\x00\x00\x00\x00cccccccccccccccccccccccccccccccc";
+            *b"POSEIDON\x0b\x00\x00\x00\x00\x00\x00\x00cccccccccccccccccccccccccccccccc";
         bytes[16..].fill(0xcc);
         assert_eq!(challenge.encode(), bytes);
         assert_eq!(Challenge::decode(&bytes), Ok(challenge));

@@ -1,6 +1,6 @@
 //! The binary version of CIFAR-10: records of one label byte and the red, green and blue planes.
 
-use super::mapped::Mapped;
+use super::file::DataFile;
 use super::{DataError, Samples, Split};
 use std::fs;
 use std::path::Path;
@@ -11,7 +11,7 @@ const RECORD: usize = 1 + 3 * 32 * 32;
 
 /// The batch files of one split.
 pub(super) struct Cifar10 {
-    files: Vec<Mapped>,
+    files: Vec<DataFile>,
     /// For each file, the number of records in it and in those before it.
     ends: Vec<usize>,
     names: Vec<String>,
@@ -28,8 +28,8 @@ impl Cifar10 {
         let mut ends = Vec::new();
         let mut records = 0;
         for name in names {
-            let file = Mapped::open(&folder.join(name), "a batch of CIFAR-10 (binary version)")?;
-            let len = file.as_ref().len();
+            let file = DataFile::open(&folder.join(name), "a batch of CIFAR-10 (binary version)")?;
+            let len = file.len() as usize;
             if len == 0 || !len.is_multiple_of(RECORD) {
                 return Err(DataError::Malformed {
                     path: file.path().to_owned(),
@@ -66,7 +66,8 @@ impl Samples for Cifar10 {
     fn read(&self, index: usize, image: &mut [u8]) -> Result<u32, DataError> {
         let file = self.ends.partition_point(|&end| end <= index);
         let record = index - if file == 0 { 0 } else { self.ends[file - 1] };
-        let bytes = &self.files[file].as_ref()[record * RECORD..][..RECORD];
+        let mut bytes = [0; RECORD];
+        self.files[file].read((record * RECORD) as u64, &mut bytes)?;
         let label = bytes[0];
         if usize::from(label) >= CLASSES {
             return Err(DataError::Label {

@@ -75,14 +75,6 @@ pub enum DataError {
         /// The label.
         label: i64,
     },
-    /// An LMDB environment that LMDB cannot read.
-    #[error("{}: LMDB: {why}", .path.display())]
-    Lmdb {
-        /// The environment's folder.
-        path: PathBuf,
-        /// What LMDB said.
-        why: String,
-    },
     /// An image that cannot be decoded.
     #[error("{}: expected a PNG, JPEG or BMP image: {why}", place(.path, *.record))]
     Image {

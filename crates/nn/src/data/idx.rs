@@ -1,6 +1,6 @@
 //! IDX, the format of MNIST and its relatives: one file of images and one of labels.
 
-use super::mapped::Mapped;
+use super::file::DataFile;
 use super::{DataError, Samples, Split};
 use flate2::read::MultiGzDecoder;
 use std::fs::File;
@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 /// One split, with its labels all checked.
 pub(super) struct Idx {
     images: Contents,
-    labels: Contents,
+    labels: Vec<u8>,
     shape: [usize; 3],
     len: usize,
     classes: usize,
@@ -21,7 +21,14 @@ pub(super) struct Idx {
 pub(super) struct Contents {
     path: PathBuf,
     dimensions: Vec<usize>,
-    bytes: Box<dyn AsRef<[u8]> + Send + Sync>,
+    body: Body,
+}
+
+/// Where a file's bytes are. The header is among them.
+enum Body {
+    /// It was packed.
+    Memory(Vec<u8>),
+    Disk(DataFile),
 }
 
 /// Unsigned bytes, in this many dimensions: a type and a count that make up a file's magic number.
@@ -42,9 +49,9 @@ impl Idx {
         let labels = Contents::find(folder, split, Kind::Labels)?;
         let classes = match (classes, split) {
             (Some(classes), _) => classes,
-            (None, Split::Train) => labels.largest() + 1,
+            (None, Split::Train) => labels.largest()? + 1,
             (None, Split::Test) => {
-                Contents::find(folder, Split::Train, Kind::Labels)?.largest() + 1
+                Contents::find(folder, Split::Train, Kind::Labels)?.largest()? + 1
             }
         };
         Self::new(images, labels, classes)
@@ -70,10 +77,12 @@ impl Idx {
                 got: labels.dimensions[0].to_string(),
             });
         }
-        let bad = labels.body().iter().position(|&label| usize::from(label) >= classes);
+        let path = labels.path.clone();
+        let labels = labels.all()?;
+        let bad = labels.iter().position(|&label| usize::from(label) >= classes);
         if let Some(record) = bad {
-            let label = labels.body()[record].into();
-            return Err(DataError::Label { path: labels.path, record, classes, label });
+            let label = labels[record].into();
+            return Err(DataError::Label { path, record, classes, label });
         }
         Ok(Self { images, labels, shape: [1, height, width], len, classes, names: Vec::new() })
     }
@@ -109,8 +118,8 @@ impl Samples for Idx {
 
     fn read(&self, index: usize, image: &mut [u8]) -> Result<u32, DataError> {
         let size = self.shape.iter().product::<usize>();
-        image.copy_from_slice(&self.images.body()[index * size..][..size]);
-        Ok(self.labels.body()[index].into())
+        self.images.read(index * size, &mut image[..size])?;
+        Ok(self.labels[index].into())
     }
 }
 
@@ -134,15 +143,17 @@ impl Contents {
                 File::open(path).map_err(|why| DataError::reading(path, kind.what(), why))?;
             Self::unpack(path, io::BufReader::new(file), kind)
         } else {
-            Self::map(path, kind)
+            Self::on_disk(path, kind)
         }
     }
 
-    fn map(path: &Path, kind: Kind) -> Result<Self, DataError> {
-        let bytes = Mapped::open(path, kind.what())?;
-        let (dimensions, expected) = kind.header(path, bytes.as_ref())?;
-        check_len(path, expected, bytes.as_ref().len() as u64)?;
-        Ok(Self { path: path.to_owned(), dimensions, bytes: Box::new(bytes) })
+    fn on_disk(path: &Path, kind: Kind) -> Result<Self, DataError> {
+        let file = DataFile::open(path, kind.what())?;
+        let mut header = vec![0; file.len().min(kind.header_len() as u64) as usize];
+        file.read(0, &mut header)?;
+        let (dimensions, expected) = kind.header(path, &header)?;
+        check_len(path, expected, file.len())?;
+        Ok(Self { path: path.to_owned(), dimensions, body: Body::Disk(file) })
     }
 
     /// Unpacks no more than the header announces, whatever the file would unpack to.
@@ -173,16 +184,28 @@ impl Contents {
         let read = unpacker.take(rest).read_to_end(&mut bytes);
         whole(read, expected, bytes.len())?;
         check_len(path, expected, bytes.len() as u64)?;
-        Ok(Self { path: path.to_owned(), dimensions, bytes: Box::new(bytes) })
+        Ok(Self { path: path.to_owned(), dimensions, body: Body::Memory(bytes) })
     }
 
-    fn body(&self) -> &[u8] {
-        let header = 4 + 4 * self.dimensions.len();
-        &(*self.bytes).as_ref()[header..]
+    /// Fills `into` with what is behind the header, from `start` on.
+    fn read(&self, start: usize, into: &mut [u8]) -> Result<(), DataError> {
+        let start = 4 + 4 * self.dimensions.len() + start;
+        match &self.body {
+            Body::Memory(bytes) => into.copy_from_slice(&bytes[start..][..into.len()]),
+            Body::Disk(file) => file.read(start as u64, into)?,
+        }
+        Ok(())
     }
 
-    fn largest(&self) -> usize {
-        self.body().iter().copied().max().unwrap_or(0).into()
+    /// All that is behind the header. The file is as long as the header says.
+    fn all(&self) -> Result<Vec<u8>, DataError> {
+        let mut bytes = vec![0; self.dimensions.iter().product()];
+        self.read(0, &mut bytes)?;
+        Ok(bytes)
+    }
+
+    fn largest(&self) -> Result<usize, DataError> {
+        Ok(self.all()?.into_iter().max().unwrap_or(0).into())
     }
 }
 

@@ -1,25 +1,20 @@
 //! LMDB environments as Caffe's tools write them: one [`Datum`] per key.
-//!
-//! LMDB maps its file into memory, and trusts what is in it.
+
+mod pages;
 
 use super::datum::Datum;
+use super::file::DataFile;
 use super::images::{self, Order};
 use super::{DataError, Samples, Split};
-use heed::types::Bytes;
-use heed::{CommitOrAbort, Database, Env, EnvFlags, EnvOpenOptions, WithoutTls};
-use std::collections::BTreeMap;
+use pages::Value;
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::sync::{Mutex, MutexGuard, PoisonError};
 
 /// One environment.
 pub(super) struct Lmdb {
-    database: Database<'static, Bytes, Bytes>,
-    environment: Environment,
-    /// All keys one after the other, and where each of them ends: a sample's number is its key's
-    /// place in LMDB's order.
-    keys: Vec<u8>,
-    ends: Vec<usize>,
+    file: DataFile,
+    /// By sample: where its record lies. A sample's number is its key's place in LMDB's order.
+    records: Vec<Value>,
     shape: [usize; 3],
     classes: usize,
 }
@@ -49,16 +44,13 @@ impl Lmdb {
     }
 
     fn open_environment(folder: &Path) -> Result<Self, DataError> {
-        let environment = Environment::open(folder)?;
-        let database = environment.database().map_err(|why| error(folder, why))?;
-        let (keys, ends) = environment.keys(database).map_err(|why| error(folder, why))?;
-        let mut lmdb = Self { database, environment, keys, ends, shape: [0; 3], classes: 0 };
-        if lmdb.ends.is_empty() {
-            return Err(DataError::Missing {
-                path: lmdb.environment.file(),
-                expected: "a record".to_owned(),
-            });
+        let file = DataFile::open(&folder.join("data.mdb"), "an LMDB file")?;
+        let records = pages::values(&file)?;
+        if records.is_empty() {
+            let (path, expected) = (file.path().to_owned(), "a record".to_owned());
+            return Err(DataError::Missing { path, expected });
         }
+        let mut lmdb = Self { file, records, shape: [0; 3], classes: 0 };
         lmdb.shape = lmdb.with_datum(0, |datum| {
             if datum.encoded {
                 let image = images::decode(datum.data).map_err(|why| lmdb.bad_image(0, why))?;
@@ -78,7 +70,7 @@ impl Lmdb {
 
     fn largest_label(&self) -> Result<usize, DataError> {
         let mut largest = 0;
-        for record in 0..self.ends.len() {
+        for record in 0..self.records.len() {
             let label = self.with_datum(record, |datum| Ok(datum.label))?;
             // More classes than a label can tell apart: so only negative ones are out of range.
             let classes = i32::MAX as usize;
@@ -92,37 +84,37 @@ impl Lmdb {
         record: usize,
         use_datum: impl FnOnce(Datum<'_>) -> Result<T, DataError>,
     ) -> Result<T, DataError> {
-        let start = if record == 0 { 0 } else { self.ends[record - 1] };
-        let key = &self.keys[start..self.ends[record]];
-        let failed = |why| error(&self.environment.folder, why);
-        let transaction = self.environment.env().read_txn().map_err(failed)?;
-        let value = self.database.get(&transaction, key).map_err(failed)?;
-        let datum = match value {
-            Some(value) => Datum::decode(value),
-            None => Err("nothing under a key that was there".to_owned()),
-        };
+        let Value { start, len } = self.records[record];
+        let mut bytes = vec![0; len as usize];
+        self.file.read(start, &mut bytes)?;
+        let datum = Datum::decode(&bytes);
         use_datum(datum.map_err(|got| self.malformed(record, "a Caffe Datum", got))?)
     }
 
     fn checked_label(&self, record: usize, label: i64, classes: usize) -> Result<u32, DataError> {
-        u32::try_from(label).ok().filter(|&label| (label as usize) < classes).ok_or_else(|| {
-            DataError::Label { path: self.environment.file(), record, classes, label }
-        })
+        u32::try_from(label)
+            .ok()
+            .filter(|&label| (label as usize) < classes)
+            .ok_or_else(|| DataError::Label { path: self.path(), record, classes, label })
     }
 
     fn malformed(&self, record: usize, expected: impl Into<String>, got: String) -> DataError {
-        let path = self.environment.file();
+        let path = self.path();
         DataError::Malformed { path, record: Some(record), expected: expected.into(), got }
     }
 
     fn bad_image(&self, record: usize, why: String) -> DataError {
-        DataError::Image { path: self.environment.file(), record: Some(record), why }
+        DataError::Image { path: self.path(), record: Some(record), why }
+    }
+
+    fn path(&self) -> PathBuf {
+        self.file.path().to_owned()
     }
 }
 
 impl Samples for Lmdb {
     fn len(&self) -> usize {
-        self.ends.len()
+        self.records.len()
     }
 
     fn shape(&self) -> [usize; 3] {
@@ -174,105 +166,6 @@ impl Samples for Lmdb {
     }
 }
 
-/// Environments that are open in this process, with the number of uses: LMDB forbids to open one
-/// twice, and several workers may live in one process.
-static OPEN: Mutex<BTreeMap<PathBuf, (Env<WithoutTls>, usize)>> = Mutex::new(BTreeMap::new());
-
-struct Environment {
-    folder: PathBuf,
-    /// `None` only while dropping.
-    env: Option<Env<WithoutTls>>,
-}
-
-impl Environment {
-    fn open(folder: &Path) -> Result<Self, DataError> {
-        let path = folder.join("data.mdb");
-        let reading = |why| DataError::reading(&path, "an LMDB file", why);
-        let len = fs::metadata(&path).map_err(reading)?.len();
-        let folder = folder.canonicalize().map_err(reading)?;
-        // LMDB takes a file without its two first pages for one that is not there.
-        let truncated = |expected| DataError::Truncated { path: path.clone(), expected, got: len };
-        if len < 2 * 4096 {
-            return Err(truncated(2 * 4096));
-        }
-
-        let mut open = opened();
-        if let Some((env, uses)) = open.get_mut(&folder) {
-            *uses += 1;
-            return Ok(Self { env: Some(env.clone()), folder });
-        }
-        let mut options = EnvOpenOptions::new().read_txn_without_tls();
-        // Caffe asks for a terabyte when it writes, which not every reader may map. A multiple of
-        // every page size there is.
-        options.map_size(len.next_multiple_of(1 << 16) as usize);
-        // SAFETY: nobody writes to a data set while it is in use, as the module's documentation asks;
-        // so no lock is needed, and none could be made on read-only storage.
-        let env = unsafe {
-            options.flags(EnvFlags::READ_ONLY | EnvFlags::NO_LOCK);
-            options.open(&folder)
-        };
-        let env = env.map_err(|why| error(&folder, why))?;
-        // Reading a page beyond the file's end would kill the process.
-        let pages = env.info().last_page_number as u64 + 1;
-        let expected = pages * u64::from(env.unnamed_database_stat().page_size);
-        if len < expected {
-            return Err(truncated(expected));
-        }
-        open.insert(folder.clone(), (env.clone(), 1));
-        Ok(Self { env: Some(env), folder })
-    }
-
-    fn env(&self) -> &Env<WithoutTls> {
-        self.env.as_ref().expect("only dropping takes it")
-    }
-
-    fn file(&self) -> PathBuf {
-        self.folder.join("data.mdb")
-    }
-
-    fn database(&self) -> heed::Result<Database<'static, Bytes, Bytes>> {
-        let transaction = self.env().read_txn()?;
-        let opened = self.env().open_databases_and_commit(transaction, |opener, transaction| {
-            opener.open_database(transaction, None).map(CommitOrAbort::<_, ()>::Commit)
-        })?;
-        opened.unwrap_commit().ok_or(heed::Error::Mdb(heed::MdbError::NotFound))
-    }
-
-    /// All keys one after the other, and where each of them ends.
-    fn keys(&self, database: Database<'_, Bytes, Bytes>) -> heed::Result<(Vec<u8>, Vec<usize>)> {
-        let transaction = self.env().read_txn()?;
-        let (mut keys, mut ends) = (Vec::new(), Vec::new());
-        for entry in database.iter(&transaction)? {
-            keys.extend_from_slice(entry?.0);
-            ends.push(keys.len());
-        }
-        Ok((keys, ends))
-    }
-}
-
-impl Drop for Environment {
-    fn drop(&mut self) {
-        // The last use closes the environment, before anyone can try to open it anew.
-        let mut open = opened();
-        self.env = None;
-        if let Some((_, uses)) = open.get_mut(&self.folder) {
-            *uses -= 1;
-            if *uses == 0 {
-                open.remove(&self.folder);
-            }
-        }
-    }
-}
-
-fn opened() -> MutexGuard<'static, BTreeMap<PathBuf, (Env<WithoutTls>, usize)>> {
-    // Counts are changed in one step, so a panic elsewhere leaves them right.
-    OPEN.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
-fn error(folder: &Path, why: heed::Error) -> DataError {
-    DataError::Lmdb { path: folder.to_owned(), why: why.to_string() }
-}
-
 /// The folder of a split's environment: `train`, or what Caffe's examples call it, such as
 /// `cifar10_train_lmdb`.
 fn find(folder: &Path, split: Split) -> Result<PathBuf, DataError> {
@@ -311,6 +204,8 @@ fn find(folder: &Path, split: Split) -> Result<PathBuf, DataError> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use heed::types::Bytes;
+    use heed::{CommitOrAbort, EnvOpenOptions};
     use image::{ImageFormat, Rgb, RgbImage};
     use std::io::Cursor;
     use tempfile::TempDir;
@@ -376,14 +271,14 @@ mod tests {
 
     fn open_error(folder: &TempDir, split: Split) -> String {
         let error = Lmdb::open(folder.path(), None, split).err().unwrap().to_string();
-        error.replace(&folder.path().canonicalize().unwrap().display().to_string(), "FOLDER")
+        error.replace(&folder.path().display().to_string(), "FOLDER")
     }
 
     fn read_error(folder: &TempDir, record: usize) -> String {
         let lmdb = Lmdb::open(folder.path(), Some(10), Split::Train).unwrap();
         let mut image = vec![0; lmdb.shape().iter().product()];
         let error = lmdb.read(record, &mut image).unwrap_err().to_string();
-        error.replace(&folder.path().canonicalize().unwrap().display().to_string(), "FOLDER")
+        error.replace(&folder.path().display().to_string(), "FOLDER")
     }
 
     #[test]
@@ -485,7 +380,80 @@ mod tests {
         }
         fs::write(&path, [7; 20_000]).unwrap();
         let error = open_error(&folder, Split::Train);
-        assert!(error.starts_with("FOLDER/cifar10_train_lmdb: LMDB: "), "{error}");
+        assert!(error.starts_with("FOLDER/cifar10_train_lmdb/data.mdb: expected LMDB"), "{error}");
+    }
+
+    /// A tree of several levels, with values in leaves and in overflow pages.
+    fn large() -> TempDir {
+        let small = |i| planes(&[i; 6], 1);
+        let long = |i| [shape([1, 2, 3]), data(&[i; 6]), vec![0x42, 0xb8, 0x17], vec![0; 3000]];
+        let datum = |i: usize| match i % 100 {
+            0 => long(i as u8).concat(),
+            _ => small(i as u8),
+        };
+        train(&(0..3000).map(datum).collect::<Vec<_>>())
+    }
+
+    #[test]
+    fn finds_every_record_of_a_deep_tree() {
+        let folder = large();
+        let lmdb = Lmdb::open(folder.path(), Some(10), Split::Train).unwrap();
+        assert_eq!(lmdb.len(), 3000);
+        let mut image = [0; 6];
+        for record in 0..3000 {
+            lmdb.read(record, &mut image).unwrap();
+            assert_eq!(image, [record as u8; 6]);
+        }
+    }
+
+    /// Damage anywhere is an error that names the file, or is in a record's own bytes. It is never
+    /// the end of the process.
+    #[test]
+    fn flipped_bits_are_errors_and_not_signals() {
+        let folder = large();
+        let path = folder.path().join("cifar10_train_lmdb/data.mdb");
+        let whole = fs::read(&path).unwrap();
+        let mut dice = 1u64;
+        let mut below = |end: usize| {
+            dice = dice.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+            (dice >> 33) as usize % end
+        };
+        let mut refused = 0;
+        for mutant in 0..600 {
+            let mut bytes = whole.clone();
+            // Most of what matters stands at the beginning of pages.
+            let page = below(whole.len() / 4096) * 4096;
+            let at = match mutant % 4 {
+                0 => below(2 * 4096),
+                1 => page + below(160),
+                _ => page + below(4096),
+            };
+            match mutant % 3 {
+                0 => bytes[at] ^= 1 << below(8),
+                1 => bytes[at..][..2].copy_from_slice(&[0xff; 2]),
+                _ => bytes[at..][..2].copy_from_slice(&[0; 2]),
+            }
+            fs::write(&path, &bytes).unwrap();
+            let read = Lmdb::open(folder.path(), Some(10), Split::Train).and_then(|lmdb| {
+                let mut image = vec![0; lmdb.shape().iter().product()];
+                (0..lmdb.len()).try_for_each(|record| lmdb.read(record, &mut image).map(drop))
+            });
+            if let Err(error) = read {
+                assert!(error.to_string().contains("data.mdb"), "mutant {mutant}: {error}");
+                refused += 1;
+            }
+        }
+        assert!(refused > 100, "only {refused} mutants were refused");
+    }
+
+    #[test]
+    fn a_file_that_is_cut_short_while_it_is_read_is_an_error() {
+        let folder = large();
+        let lmdb = Lmdb::open(folder.path(), Some(10), Split::Train).unwrap();
+        let path = folder.path().join("cifar10_train_lmdb/data.mdb");
+        fs::OpenOptions::new().write(true).open(&path).unwrap().set_len(8192).unwrap();
+        let error = lmdb.read(2999, &mut [0; 6]).unwrap_err().to_string();
+        assert!(error.contains("data.mdb") && error.contains("truncated"), "{error}");
     }
 
     #[test]

@@ -29,7 +29,7 @@ pub struct Batch<'a> {
 /// A thread reads one batch ahead. It ends with the loader.
 pub struct Loader {
     /// `None` once the loader is being dropped: that is what ends the thread.
-    used: Option<SyncSender<Buffer>>,
+    used: Option<SyncSender<Order>>,
     filled: Receiver<Result<Buffer, DataError>>,
     thread: Option<JoinHandle<()>>,
     current: Buffer,
@@ -71,7 +71,7 @@ impl Loader {
         let read = move || read_ahead(&*samples, &transform, sampler, &to_fill, &fill);
         let thread = thread::Builder::new().name("poseidon-data".to_owned()).spawn(read);
         let thread = thread.map_err(|why| DataError::Thread(Arc::new(why)))?;
-        let _ = used.send(Buffer::default());
+        let _ = used.send(Order { buffer: Buffer::default(), skip: 0 });
         Ok(Self {
             used: Some(used),
             filled,
@@ -97,6 +97,23 @@ impl Loader {
     /// The next batch. A loader that has failed stays failed, with the same error.
     #[expect(clippy::should_implement_trait, reason = "a batch borrows the loader's buffer")]
     pub fn next(&mut self) -> Result<Batch<'_>, DataError> {
+        self.take(0)?;
+        Ok(self.current.batch())
+    }
+
+    /// Leaves out the next `steps` batches. Only the one that has been read ahead costs anything.
+    pub fn skip(&mut self, steps: u64) -> Result<(), DataError> {
+        if steps > 0 {
+            let next = (0..steps).fold(self.next, |position, _| self.sampling.after(position));
+            self.take(steps - 1)?;
+            // The batch that the thread reads now has no place in front of it any more.
+            self.next = next;
+        }
+        Ok(())
+    }
+
+    /// Takes the batch that was read ahead. The thread leaves out `skip` of those after the next one.
+    fn take(&mut self, skip: u64) -> Result<(), DataError> {
         if let Some(failure) = &self.failure {
             return Err(failure.clone());
         }
@@ -105,7 +122,7 @@ impl Loader {
                 let used = std::mem::replace(&mut self.current, buffer);
                 if let Some(sender) = &self.used {
                     // A thread that is gone has left its error in the other channel.
-                    let _ = sender.send(used);
+                    let _ = sender.send(Order { buffer: used, skip });
                 }
             }
             Ok(Err(failure)) => return Err(self.fail(failure)),
@@ -121,7 +138,7 @@ impl Loader {
             }
         }
         self.next = self.current.after;
-        Ok(self.current.batch())
+        Ok(())
     }
 
     fn fail(&mut self, failure: DataError) -> DataError {
@@ -178,6 +195,14 @@ impl Evaluation {
     }
 }
 
+/// What the thread is to do.
+struct Order {
+    /// Where the next batch goes.
+    buffer: Buffer,
+    /// How many batches are left out before it.
+    skip: u64,
+}
+
 /// The memory of one batch, used again and again.
 #[derive(Default)]
 struct Buffer {
@@ -224,10 +249,11 @@ fn read_ahead(
     samples: &dyn Samples,
     transform: &Transform,
     mut sampler: Sampler,
-    to_fill: &Receiver<Buffer>,
+    to_fill: &Receiver<Order>,
     fill: &SyncSender<Result<Buffer, DataError>>,
 ) {
-    for mut buffer in to_fill {
+    for Order { mut buffer, skip } in to_fill {
+        (0..skip).for_each(|_| sampler.skip());
         buffer.position = sampler.position();
         let step = sampler.next_step();
         (buffer.first, buffer.total) = (step.first, step.total);

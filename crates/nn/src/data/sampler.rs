@@ -81,6 +81,23 @@ impl Sampling {
         };
         steps as u64
     }
+
+    /// Where the step after the one at `position` begins.
+    pub fn after(&self, position: Position) -> Position {
+        let taken = match self.partition {
+            Partition::Shared => (self.samples - position.samples).min(self.ranks * self.batch),
+            Partition::Private { .. } => self.batch,
+        };
+        self.settled(Position { samples: position.samples + taken, ..position })
+    }
+
+    /// `position`, or the beginning of the next epoch if what is left is too little for a step.
+    fn settled(&self, position: Position) -> Position {
+        match self.steps_left(position) {
+            0 => Position { epoch: position.epoch + 1, samples: 0 },
+            _ => position,
+        }
+    }
 }
 
 /// Deals out samples, step by step, for ever.
@@ -161,15 +178,13 @@ impl Sampler {
                 got: position.samples as u64,
             });
         }
-        self.go_to(position);
+        self.position = self.sampling.settled(position);
         Ok(())
     }
 
-    fn go_to(&mut self, position: Position) {
-        self.position = match self.sampling.steps_left(position) {
-            0 => Position { epoch: position.epoch + 1, samples: 0 },
-            _ => position,
-        };
+    /// Leaves out a step.
+    pub fn skip(&mut self) {
+        self.position = self.sampling.after(self.position);
     }
 
     /// Takes a step.
@@ -180,17 +195,17 @@ impl Sampler {
             self.ordered = Some(epoch);
         }
         let Sampling { rank, ranks, batch, partition, .. } = self.sampling;
-        let (start, first, len, total, next) = match partition {
+        let (start, first, len, total) = match partition {
             Partition::Shared => {
                 let total = (self.order.len() - taken).min(ranks * batch);
                 let (even, extra) = (total / ranks, total % ranks);
                 let first = rank * even + rank.min(extra);
                 let len = even + usize::from(rank < extra);
-                (taken + first, first, len, total, taken + total)
+                (taken + first, first, len, total)
             }
-            Partition::Private { .. } => (taken, rank * batch, batch, ranks * batch, taken + batch),
+            Partition::Private { .. } => (taken, rank * batch, batch, ranks * batch),
         };
-        self.go_to(Position { epoch, samples: next });
+        self.skip();
         Step { position, indices: &self.order[start..start + len], first: first as u64, total }
     }
 

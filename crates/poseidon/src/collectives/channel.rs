@@ -1,9 +1,9 @@
 //! A group as a channel of an engine: its operations, and which of them a frame belongs to.
 
-use super::flow::Mode;
+use super::flow::{Mode, Stated};
 use super::members::{Members, Ways};
 use super::operation::{Key, Operation, PIECE, Start};
-use super::request::{Request, Words};
+use super::request::{Request, Words, is_uneven};
 use super::work::Completion;
 use crate::Error;
 use crate::engine::channel::{Channel, Gone, Landing, LastWords, Outgoing, Polled, Sent};
@@ -138,6 +138,8 @@ pub(super) struct GroupChannel {
     outgoing: Vec<(usize, Message)>,
     /// By rank: the payload that comes from it now.
     arriving: Vec<Option<Arriving>>,
+    /// By rank: the last frame from it that no operation has asked for. It may still wait.
+    unasked: Vec<Option<Header>>,
     /// By rank: nothing more comes from it, and why.
     gone: Vec<Option<String>>,
     /// By rank: a message for this rank could not be delivered.
@@ -178,6 +180,7 @@ impl GroupChannel {
             messages: vec![0; size],
             outgoing: Vec::new(),
             arriving: vec![None; size],
+            unasked: vec![None; size],
             gone: vec![None; size],
             undelivered: vec![false; size],
             left: false,
@@ -291,9 +294,16 @@ impl GroupChannel {
         let late = self.operations.iter().find(|operation| operation.deadline <= now);
         let Some(operation) = late else { return Ok(()) };
         let missing = (0..self.names.len()).filter(|&rank| operation.awaits(rank));
-        let name = |rank| match operation.awaits_others_through(rank) {
-            true => format!("{}, or a rank that sends through it", self.name(rank)),
-            false => self.name(rank),
+        let name = |rank: usize| {
+            let mut name = self.name(rank);
+            if operation.awaits_others_through(rank) {
+                name += ", or a rank that sends through it";
+            }
+            if let Some(unasked) = &self.unasked[rank] {
+                let words = unasked_words(unasked);
+                name += &format!(" (it has sent {words}, which nothing here has asked for yet)");
+            }
+            name
         };
         Err(Error::Overdue {
             operation: operation.words(),
@@ -313,9 +323,11 @@ impl GroupChannel {
 
     fn route_collective(&self, rank: usize, header: &Header) -> Result<Option<Arriving>, Error> {
         let garbage = |why| Error::Garbage { node: self.name(rank), why };
-        let Some((theirs, place)) = Signature::read(header) else {
+        let Some((mut theirs, place)) = Signature::read(header) else {
             return Err(garbage("a collective of an unknown type or operation".into()));
         };
+        let uneven = is_uneven(theirs.operation);
+        let stated = uneven.then(|| Stated(std::mem::take(&mut theirs.count)));
         let mismatch = |mine: Signature, theirs: String| Error::Mismatch {
             sequence: place.sequence,
             mine: format!("{} on {}", Words(mine), self.name(self.me.into())),
@@ -337,7 +349,7 @@ impl GroupChannel {
         if signature != theirs {
             return Err(mismatch(signature, Words(theirs).to_string()));
         }
-        let opened = operation.open(rank, place, header.length as usize);
+        let opened = operation.open(rank, place, header.length as usize, stated);
         let (region, mode) = opened.map_err(|why| {
             mismatch(signature, format!("{} with other lengths ({why})", Words(theirs)))
         })?;
@@ -359,10 +371,12 @@ impl GroupChannel {
             operation.bind(sender, place.sequence);
             operation.completion.set_source(sender);
         }
-        let sent = header.value.to_bits();
-        let opened = operation.open(rank, place, header.length as usize);
+        let stated = Stated(header.value.to_bits());
+        let opened = operation.open(rank, place, header.length as usize, Some(stated));
         let (region, mode) = opened.map_err(|why| {
-            let node = self.names[rank].clone();
+            let receive = operation.words();
+            let (node, receiver) = (self.names[rank].clone(), &self.names[usize::from(self.me)]);
+            let (sent, why) = (stated.to_string(), format!("{why}, in {receive} on {receiver}"));
             Error::Message { node, tag, sent, why }
         })?;
         Ok(Some(Arriving { ticket: operation.ticket, place, region, mode, done: 0 }))
@@ -414,7 +428,12 @@ impl Channel for GroupChannel {
             let why = format!("a {kind:?} frame of {length} bytes for a group");
             return Err(Error::Garbage { node: self.name(rank), why });
         }
-        let Some(arriving) = self.route(rank, header)? else { return Ok(Landing::Later) };
+        let Some(arriving) = self.route(rank, header)? else {
+            self.unasked[rank] = Some(*header);
+            return Ok(Landing::Later);
+        };
+        let frame = |header: &Header| (header.kind, header.chunk, header.clock);
+        self.unasked[rank] = self.unasked[rank].filter(|unasked| frame(unasked) != frame(header));
         self.arriving[rank] = Some(arriving);
         Ok(match arriving.mode {
             Mode::Assign => Landing::Assign { region: arriving.region, past_cache: false },
@@ -466,6 +485,16 @@ impl Channel for GroupChannel {
             Gone::Lost(how) => how.clone(),
             Gone::Garbage(why) => {
                 return Err(Error::Garbage { node: self.name(rank), why: why.clone() });
+            }
+            Gone::Changed(header) => {
+                let frame = match header.filter(|header| header.channel == self.id) {
+                    Some(header) => {
+                        let Place { sequence, piece, .. } = Place::read(&header);
+                        format!("operation {sequence}, piece {piece}")
+                    }
+                    None => "its header".into(),
+                };
+                return Err(Error::Changed { node: self.name(rank), frame });
             }
         };
         self.gone[rank].get_or_insert(how);
@@ -553,6 +582,17 @@ impl Drop for GroupChannel {
 /// How many collectives that are done are remembered. If another rank did something else under the
 /// same number, the error says what it was here.
 const REMEMBERED: usize = 64;
+
+/// A frame of an operation that was not begun here, in words.
+fn unasked_words(header: &Header) -> String {
+    match (header.kind, Signature::read(header)) {
+        (Kind::Message, _) => format!("a message with tag {}", header.chunk.layer.0),
+        (_, Some((signature, place))) => {
+            format!("a piece of {} (collective {})", Words(signature), place.sequence)
+        }
+        (_, None) => "a piece of an unknown operation".into(),
+    }
+}
 
 fn has_left(node: String) -> Error {
     Error::Aborted { node, reason: "it has left the group".into() }

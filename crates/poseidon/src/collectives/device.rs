@@ -80,7 +80,8 @@ impl Group {
             Error::Device { what, why }
         })?;
         let arrival = Arrival::new(operation, copier.clone(), event);
-        let completion = Arc::new(Completion::new(keep_alive));
+        let noted = self.trace.begun(request.number().into());
+        let completion = Arc::new(Completion::new(keep_alive).noted(noted));
         let inner = Arc::new(Completion::new(Box::new(())));
         let (timeout, leaving) = (terms.timeout, out.len().max(1));
         let departure = self.start_order.reserve(&inner);

@@ -23,6 +23,7 @@ use super::operation::PIECE;
 use super::request::Request;
 use crate::memory::region::Region;
 use poseidon_core::{Dtype, ReduceOp};
+use std::fmt;
 use std::ops::Range;
 
 /// Up to this many bytes an all-reduce sends the whole tensor to every rank, if these are no more
@@ -348,6 +349,29 @@ impl Stream {
 /// The number of pieces of a tensor of `len` bytes. An empty tensor has one, which is empty.
 pub(super) fn pieces(len: usize) -> u32 {
     len.div_ceil(PIECE).max(1) as u32
+}
+
+/// The length of a tensor as frames state it: bytes, or from 2 GiB on the number of pieces. Tensors
+/// that state the same and differ have a last piece of another length, and that is found out too.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Stated(pub(super) u32);
+
+impl Stated {
+    const IN_PIECES: u32 = 1 << 31;
+
+    pub(super) fn of(len: usize) -> Self {
+        let bytes = u32::try_from(len).ok().filter(|bytes| *bytes < Self::IN_PIECES);
+        Self(bytes.unwrap_or_else(|| Self::IN_PIECES | pieces(len)))
+    }
+}
+
+impl fmt::Display for Stated {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.0 {
+            bytes if bytes < Self::IN_PIECES => write!(f, "{bytes} bytes"),
+            many => write!(f, "{} pieces of {PIECE} bytes", many - Self::IN_PIECES),
+        }
+    }
 }
 
 /// Piece `piece` of `region`. Empty if there is no such piece.

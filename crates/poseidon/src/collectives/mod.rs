@@ -30,6 +30,7 @@ pub use work::Work;
 
 use crate::Error;
 use crate::engine::driver::Driver;
+use crate::trace::{GroupTrace, Recorder};
 use channel::{Command, GroupChannel, Shared};
 use poseidon_core::{ChannelId, NodeId};
 use start_order::{Start, StartOrder};
@@ -47,6 +48,8 @@ pub struct Group {
     shared: Arc<Shared>,
     driver: Arc<Driver>,
     start_order: Arc<StartOrder>,
+    /// Where operations are noted, and how many were begun.
+    trace: Arc<GroupTrace>,
     /// The owner of the links. The group holds it, so that the links stay open while the group
     /// lives.
     links: Option<Arc<dyn Any + Send + Sync>>,
@@ -64,19 +67,22 @@ pub struct Terms {
 }
 
 impl Group {
-    /// Opens a group on the links that `driver` drives, and that live as long as `links`.
+    /// Opens a group on the links that `driver` drives, and that live as long as `links`. What it does
+    /// is noted by `recorder`.
     pub(crate) fn open(
         id: ChannelId,
         members: Members,
         driver: Arc<Driver>,
+        recorder: Arc<Recorder>,
         links: Arc<dyn Any + Send + Sync>,
     ) -> Self {
+        let trace = Arc::new(GroupTrace::new(recorder, id.index() as u32));
         let shared = Arc::new(Shared::default());
         let (rank, ranks) = (members.rank, members.nodes.clone());
         let channel = GroupChannel::new(id, members, shared.clone());
         driver.attach(Box::new(channel));
         let start_order = Arc::new(StartOrder::new(shared.clone(), driver.clone()));
-        Self { rank, ranks, shared, driver, start_order, links: Some(links) }
+        Self { rank, ranks, shared, driver, start_order, trace, links: Some(links) }
     }
 
     /// This process's rank in the group.
@@ -110,7 +116,8 @@ impl Group {
     ) -> Result<Work, Error> {
         self.driver.check_owner()?;
         request.check(self.rank, self.size())?;
-        let completion = Arc::new(Completion::new(keep_alive));
+        let noted = self.trace.begun(request.number().into());
+        let completion = Arc::new(Completion::new(keep_alive).noted(noted));
         let start = Start { request, timeout: terms.timeout, completion: completion.clone() };
         let queued = self.start_order.begin(start, terms.waits);
         Ok(Work { completion, driver: self.driver.clone(), arrival: None, queued })
@@ -147,6 +154,11 @@ impl Group {
             self.driver.nudge(false);
         }
     }
+}
+
+/// What a kind of operations is called, by the number that frames have of it.
+pub(crate) fn operation_name(number: u32) -> &'static str {
+    request::name(u8::try_from(number).unwrap_or(0))
 }
 
 impl Drop for Group {

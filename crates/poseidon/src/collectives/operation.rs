@@ -2,9 +2,9 @@
 //!
 //! What an operation sends, awaits and passes on is its [`Flow`].
 
-use super::flow::{Flow, Mode, Stream, piece_of};
+use super::flow::{Flow, Mode, Stated, Stream, piece_of};
 use super::members::Ways;
-use super::request::{Request, Words};
+use super::request::{Request, Words, is_uneven};
 use super::work::Completion;
 use crate::engine::outbox::{Message, Payload};
 use crate::memory::region::Region;
@@ -86,18 +86,22 @@ impl Operation {
         };
         for run in first {
             let place = Place { sequence, step: run.step, slice: run.slice, piece: 0 };
-            send(run.to.into(), operation.message(place, run.region));
+            let stated = Stated::of(run.region.len());
+            send(run.to.into(), operation.message(place, run.region, stated));
         }
         operation
     }
 
-    /// The pieces of `region`, from `place` on, for one rank. The engine fills in the sender and the
-    /// length of each piece.
-    fn message(&self, place: Place, region: Region) -> Message {
+    /// The pieces of `region`, from `place` on, for one rank. They are part of a slice or a message of
+    /// length `stated`. The engine fills in the sender and the length of each piece.
+    fn message(&self, place: Place, region: Region, stated: Stated) -> Message {
         let header = match self.key {
+            Key::Collective { signature, .. } if is_uneven(signature.operation) => {
+                Signature { count: stated.0, ..signature }.header(NodeId(0), place, 0)
+            }
             Key::Collective { signature, .. } => signature.header(NodeId(0), place, 0),
             Key::Send { tag, .. } | Key::Receive { tag, .. } => {
-                place.message(NodeId(0), tag, region.len(), 0)
+                place.message(NodeId(0), tag, stated.0, 0)
             }
         };
         Message {
@@ -118,18 +122,25 @@ impl Operation {
         }
     }
 
-    /// Where a frame's payload goes, or why this operation does not take it.
+    /// Where a frame's payload goes, or why this operation does not take it. `stated` is the length of
+    /// all that the frame is a part of, if the frame says so. It is judged with the first piece: a
+    /// tensor of another length must not end up here by half.
     pub(super) fn open(
         &self,
         rank: usize,
         place: Place,
         length: usize,
+        stated: Option<Stated>,
     ) -> Result<(Region, Mode), String> {
         let Place { step, slice, piece, .. } = place;
         let stream = self.stream(rank, place).map(|index| &self.flow.streams[index]);
         let Some(stream) = stream.filter(|stream| stream.is_open()) else {
             return Err(format!("nothing of step {step} of slice {slice} is awaited from it"));
         };
+        let awaited = Stated::of(stream.region.len());
+        if let Some(sent) = stated.filter(|sent| *sent != awaited) {
+            return Err(format!("{sent} are sent where {awaited} are awaited"));
+        }
         if piece != stream.arrived {
             let next = stream.arrived;
             return Err(format!("piece {piece} of step {step} before piece {next}"));
@@ -162,6 +173,7 @@ impl Operation {
         stream.arrived += 1;
         self.open_streams -= usize::from(!stream.is_open());
         let piece = piece_of(&stream.region, place.piece);
+        let stated = Stated::of(stream.region.len());
         let Some(slice) = self.flow.slices.get_mut(usize::from(place.slice)) else { return };
         if place.step == 0 {
             if let Some(missing) = slice.missing.get_mut(place.piece as usize) {
@@ -178,7 +190,7 @@ impl Operation {
         let onward = &self.flow.slices[usize::from(place.slice)].onward[usize::from(place.step)];
         self.unsent += onward.len();
         for (to, step) in onward {
-            send(usize::from(*to), self.message(Place { step: *step, ..place }, piece));
+            send(usize::from(*to), self.message(Place { step: *step, ..place }, piece, stated));
         }
     }
 

@@ -189,7 +189,7 @@ impl Request {
         }
     }
 
-    fn number(&self) -> u8 {
+    pub(super) fn number(&self) -> u8 {
         match self {
             Self::AllReduce { .. } => 1,
             Self::Broadcast { .. } => 2,
@@ -208,6 +208,13 @@ impl Request {
     pub(super) fn name(&self) -> &'static str {
         name(self.number())
     }
+}
+
+/// Whether the ranks of an operation may have tensors of different lengths. Then each frame states
+/// the length of what it is a part of.
+pub(super) fn is_uneven(operation: u8) -> bool {
+    // From all_gather to all_to_all.
+    (4..=8).contains(&operation)
 }
 
 /// What an operation's number means.

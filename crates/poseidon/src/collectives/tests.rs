@@ -1,6 +1,7 @@
 //! Groups on engines without threads and sockets, in virtual time.
 
 mod flows;
+mod lengths;
 
 use super::channel::{Command, GroupChannel, Shared};
 use super::work::Completion;

@@ -3,6 +3,7 @@
 use super::start_order::Queued;
 use crate::Error;
 use crate::engine::driver::Driver;
+use crate::trace::BegunOperation;
 use poseidon_device::{Copier, Fault, SharedEvent, Stream};
 use std::any::Any;
 use std::fmt;
@@ -44,6 +45,8 @@ pub(super) struct Completion {
     keep: Mutex<Option<Box<dyn Any + Send + Sync>>>,
     /// The name that the group's list of completed operations gets, if somebody wants to be told.
     followed: Mutex<Option<u64>>,
+    /// When and as what the operation began, if that is noted.
+    noted: Option<BegunOperation>,
 }
 
 impl Work {
@@ -172,7 +175,13 @@ impl Completion {
             source: AtomicU32::new(u32::MAX),
             keep: Mutex::new(Some(keep)),
             followed: Mutex::new(None),
+            noted: None,
         }
+    }
+
+    /// The end of the operation is noted.
+    pub(super) fn noted(self, noted: Option<BegunOperation>) -> Self {
+        Self { noted, ..self }
     }
 
     pub(super) fn is_done(&self) -> bool {
@@ -194,6 +203,9 @@ impl Completion {
             let _ = self.failure.set(error);
         }
         let mut followed = self.lock_followed();
+        if let Some(noted) = self.noted.as_ref().filter(|_| !self.is_done()) {
+            noted.done();
+        }
         self.done.store(true, Ordering::SeqCst);
         followed.take()
     }

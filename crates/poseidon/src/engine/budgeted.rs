@@ -6,7 +6,7 @@ use std::time::Duration;
 impl Engine {
     /// As `write_burst`, for links to other hosts while there is a budget. The peer that the budget
     /// held back first is the first one next time. Returns when the budget has room again, if it
-    /// holds something back.
+    /// holds something back. The budget is the node's, so its times are real ones.
     pub(super) fn write_within_budget(&mut self, now: Duration) -> Option<Duration> {
         let nodes = self.peers.len();
         let mut left = BURST;
@@ -17,10 +17,10 @@ impl Engine {
             if !peer.is_budgeted() || !peer.may_write() {
                 continue;
             }
-            let room = match self.allowance.poll_room(now) {
+            let room = match self.allowance.poll_room(self.time.real(now)) {
                 Ok(room) => room,
                 Err(at) => {
-                    if held.replace(at).is_none() {
+                    if held.replace(self.time.at(at)).is_none() {
                         self.budget_turn = node;
                     }
                     0

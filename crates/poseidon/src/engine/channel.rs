@@ -103,6 +103,8 @@ pub(crate) enum Gone {
     Lost(String),
     /// The node sent something that is not a frame, or not a frame for this link.
     Garbage(String),
+    /// A frame of the node was changed on its way here. This one, if its header was not changed.
+    Changed(Option<Header>),
 }
 
 /// How a channel stands after a [poll](Channel::poll).
@@ -155,6 +157,12 @@ impl Outgoing<'_> {
     /// What is sent from now on belongs to `epoch`.
     pub(crate) fn follow(&mut self, epoch: Epoch) {
         self.epoch = epoch;
+    }
+
+    /// Whether the link to `to` still has to take messages, of any channel.
+    pub(crate) fn is_unsent(&self, to: NodeId) -> bool {
+        let peer = self.peers.get(to.index()).and_then(Option::as_ref);
+        peer.is_some_and(|peer| peer.gone.is_none() && peer.has_unsent())
     }
 
     /// Whether links still have to take messages of this channel.

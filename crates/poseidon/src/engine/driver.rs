@@ -243,10 +243,17 @@ impl Driver {
         enough: impl Fn(&Engine) -> bool,
     ) {
         let until = deadline.map(|d| d.saturating_duration_since(self.epoch));
+        // Since when the engine has been driven without sleeping, if that is noted.
+        let mut busy = driven.engine.is_recorded().then(|| self.epoch.elapsed());
         while !driven.stopped {
             let next = self.turn(driven);
             let now = self.epoch.elapsed();
-            if enough(&driven.engine) || until.is_some_and(|until| now >= until) {
+            let is_over = enough(&driven.engine) || until.is_some_and(|until| now >= until);
+            let sleeps = matches!(next, Next::Sleep(wake) if wake > now);
+            if let Some(since) = busy.filter(|_| is_over || sleeps) {
+                driven.engine.note_busy(since, now);
+            }
+            if is_over {
                 return;
             }
             let timeout = match next {
@@ -267,6 +274,9 @@ impl Driver {
                 Next::Stop => return,
             };
             self.look(driven, timeout);
+            if !timeout.is_zero() {
+                busy = driven.engine.is_recorded().then(|| self.epoch.elapsed());
+            }
         }
     }
 

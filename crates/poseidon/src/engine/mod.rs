@@ -7,7 +7,8 @@
 //! * `channel`: what the engine asks of sessions and groups. `driver`: which thread drives it.
 //!   `sharing`: how that thread shares its core.
 //! * `peer`: one link. `outbox`: what is sent next on it. `traffic`: what is counted.
-//!   `budgeted`: sending within a budget.
+//!   `budgeted`: sending within a budget. `absence`: silence of others, and of this node.
+//!   `recorded`: what is noted of its work.
 
 pub(crate) mod channel;
 pub(crate) mod driver;
@@ -15,17 +16,22 @@ pub(crate) mod outbox;
 pub(crate) mod sharing;
 pub(crate) mod traffic;
 
+mod absence;
 mod budgeted;
 mod peer;
+mod recorded;
 
 #[cfg(test)]
 mod tests;
 
 use crate::Error;
-use channel::{Channel, Gone, Landing, LastWords, Outgoing, Polled, Sent};
+use crate::trace::Recorder;
+use absence::Absence;
+use channel::{Channel, Landing, LastWords, Outgoing, Polled, Sent};
 use outbox::{Message, Payload};
 use peer::Peer;
 use poseidon_core::queue::urgency;
+use poseidon_core::running_time::RunningTime;
 use poseidon_core::wire::{Header, Kind, MAX_ABORT};
 use poseidon_core::{Allowance, Budget, ChannelId, LayerId, NodeId};
 use poseidon_link::Link;
@@ -46,6 +52,13 @@ pub(crate) struct Engine {
     /// cache.
     scratch: Vec<u64>,
     silence: Duration,
+    /// All times in here are of this clock, which does not count the time in which nobody drove the
+    /// engine. Callers tell the real time.
+    time: RunningTime,
+    /// When nobody drove it last.
+    absence: Option<Absence>,
+    /// What this node is called.
+    name: String,
     next_tick: Duration,
     /// The index of the peer that is written to first, next time.
     turn: usize,
@@ -60,6 +73,10 @@ pub(crate) struct Engine {
     /// Set when the node leaves: the time at which the connections are closed, whoever has not read
     /// all of them.
     closing: Option<Duration>,
+    /// Where the node notes what it does, and which lane this is. Tests may have none.
+    recorder: Option<(Arc<Recorder>, u32)>,
+    /// Bytes that links had taken and given when the lane's work was noted last.
+    noted: u64,
 }
 
 /// The channels of an engine, and which of them a frame belongs to.
@@ -100,7 +117,7 @@ pub(crate) enum Next {
 const SCRATCH: usize = (128 << 10) / size_of::<u64>();
 /// What an engine writes before it looks at what has come in.
 const BURST: usize = 256 << 10;
-const TICK: Duration = Duration::from_millis(500);
+const TICK: Duration = RunningTime::USUAL;
 const HEARTBEAT: Duration = Duration::from_secs(2);
 /// How long a node that leaves keeps a connection open if the other end has not read all of it.
 const LINGER: Duration = Duration::from_secs(10);
@@ -125,6 +142,9 @@ impl Engine {
             channels: Channels::default(),
             scratch: vec![0; SCRATCH],
             silence,
+            time: RunningTime::new(now),
+            absence: None,
+            name: format!("node {me}"),
             next_tick: now + TICK,
             // Every node starts with the node after itself, so that no node is flooded by all the
             // others.
@@ -134,6 +154,8 @@ impl Engine {
             progressed: false,
             commanded: false,
             closing: None,
+            recorder: None,
+            noted: 0,
         }
     }
 
@@ -142,8 +164,14 @@ impl Engine {
         Self { allowance: Allowance::new(budget), ..self }
     }
 
+    /// What this node is called in its own errors.
+    pub(crate) fn called(self, name: String) -> Self {
+        Self { name, ..self }
+    }
+
     /// Adds a channel. Frames of it may have come already.
     pub(crate) fn attach(&mut self, channel: Box<dyn Channel>, now: Duration) {
+        let now = self.run_at(now);
         let id = channel.id();
         let mut fault = self.closing.map(|_| Error::Config("this node has left the job".into()));
         for node in channel.members() {
@@ -191,7 +219,6 @@ impl Engine {
     }
 
     /// Bytes that links have taken and given so far.
-    #[cfg(test)]
     pub(crate) fn moved(&self) -> u64 {
         self.peers.iter().flatten().map(|peer| peer.moved).sum()
     }
@@ -222,6 +249,14 @@ impl Engine {
     /// Reads, lets channels work, and writes: a share of what can be done now. Then looks at what
     /// is due, and closes channels that have failed.
     pub(crate) fn turn(&mut self, now: Duration) -> Next {
+        let now = self.run_at(now);
+        match self.take_turn(now) {
+            Next::Sleep(wake) => Next::Sleep(self.time.real(wake)),
+            next => next,
+        }
+    }
+
+    fn take_turn(&mut self, now: Duration) -> Next {
         if let Some(end) = self.closing {
             self.close_failed();
             return self.take_leave(now, end);
@@ -255,6 +290,7 @@ impl Engine {
         if self.closing.is_some() {
             return;
         }
+        let now = self.run_at(now);
         // A channel may have been told to stop in the same breath: it says so to the others.
         self.poll(now);
         self.close_failed();
@@ -329,32 +365,6 @@ impl Engine {
         held
     }
 
-    /// What has to be looked at from time to time: silence, heartbeats, and what the channels await.
-    fn tick(&mut self, now: Duration) {
-        let silence = self.silence;
-        for peer in self.peers.iter_mut().flatten().filter(|peer| peer.gone.is_none()) {
-            let unheard = now.saturating_sub(peer.heard);
-            let unspoken = now.saturating_sub(peer.spoke);
-            // A link with a parked frame is not read, so its peer cannot be heard: heartbeats are
-            // behind that frame.
-            if unheard > silence && !peer.is_parked() {
-                let how = format!("not heard for {silence:?}, though the connection is open");
-                peer.gone = Some(Gone::Lost(how));
-            } else if peer.is_refused() && unspoken > silence {
-                let how = format!("has not taken a byte for {silence:?}: it stopped reading");
-                peer.gone = Some(Gone::Lost(how));
-            } else if !peer.has_unsent() && unspoken > HEARTBEAT.min(silence / 4) {
-                let beat = Header::bare(Kind::Heartbeat, self.me, 0);
-                peer.send(message(beat, Payload::None));
-            }
-        }
-        for (&id, slot) in &mut self.channels.open {
-            if let Err(error) = slot.channel.tick(now) {
-                self.channels.faults.push((id, error));
-            }
-        }
-    }
-
     /// Tells the channels which peers are gone, once for each peer.
     fn note_gone(&mut self) {
         for peer in self.peers.iter_mut().flatten() {
@@ -390,6 +400,7 @@ impl Engine {
         for (id, error) in faults {
             // The first reason is the one that counts.
             let Some(mut slot) = self.channels.open.remove(&id) else { continue };
+            let error = self.after_absence(error);
             self.channels.ended.insert(id);
             self.peers.iter_mut().flatten().for_each(|peer| peer.let_go(id));
             let epoch = slot.channel.epoch();

@@ -6,6 +6,7 @@ use poseidon_core::encoding::Block;
 use poseidon_core::queue::{BATCH_BYTES, BATCH_FRAMES};
 use poseidon_core::wire::{Header, Kind};
 use poseidon_core::{ChannelId, Queue};
+use poseidon_link::{Sealer, TAG_SIZE, Tag};
 use std::collections::VecDeque;
 use std::io::{self, IoSlice};
 
@@ -17,6 +18,9 @@ pub(crate) struct Outbox {
     batch: VecDeque<Frame>,
     /// Bytes of the batch's first frame that the link has taken.
     written: usize,
+    /// Makes the frames' tags, on a link that has them. It has counted the tags of all frames that
+    /// the link has taken whole.
+    sealer: Option<Sealer>,
 }
 
 /// What a channel wants sent: one frame, or several if the payload is cut into pieces.
@@ -47,7 +51,14 @@ pub(crate) enum Payload {
 /// A frame that is on its way.
 #[derive(Debug)]
 pub(super) struct Frame {
-    header: [u8; Header::SIZE],
+    /// The header and its tag. On a link without tags only the header is written.
+    head: [u8; Header::SIZE + TAG_SIZE],
+    /// The payload's tag.
+    foot: Tag,
+    /// Whether the tags are those of the place that the frame has in the batch.
+    sealed: bool,
+    /// Whether the frame has tags.
+    tagged: bool,
     pub(super) channel: ChannelId,
     /// The layer that the frame is about, if it is about one.
     pub(super) layer: Option<u32>,
@@ -67,11 +78,12 @@ impl Message {
     /// Whether no budget holds it back: it is short, and without it somebody would wait in vain, or
     /// take this node for dead.
     fn is_urgent(&self) -> bool {
-        matches!(self.header.kind, Kind::Heartbeat | Kind::Bye | Kind::Abort)
+        use Kind::{Abort, Bye, Heartbeat, Late, Ready, Roll};
+        matches!(self.header.kind, Heartbeat | Bye | Abort | Ready | Late | Roll)
     }
 
     /// The next frame, and whether it is the last.
-    fn next_frame(&mut self) -> (Frame, bool) {
+    fn next_frame(&mut self, tagged: bool) -> (Frame, bool) {
         let payload = match &mut self.payload {
             Payload::Region(region) => {
                 let rest = *region;
@@ -83,18 +95,26 @@ impl Message {
         };
         let last = self.payload.len() == 0;
         self.header.length = payload.len() as u32;
-        let header = self.header.encode();
+        let mut head = [0; Header::SIZE + TAG_SIZE];
+        head[..Header::SIZE].copy_from_slice(&self.header.encode());
         self.header.chunk.index += 1;
         let layer =
             matches!(self.header.kind, Kind::Push | Kind::Update | Kind::Init | Kind::Factors);
         let layer = layer.then_some(self.header.chunk.layer.0);
         let receipt = last.then_some(self.receipt);
-        let urgent = self.is_urgent();
-        (Frame { header, channel: self.header.channel, layer, payload, receipt, urgent }, last)
+        let (channel, urgent, foot) = (self.header.channel, self.is_urgent(), [0; TAG_SIZE]);
+        let sealed = false;
+        let frame = Frame { head, foot, sealed, tagged, channel, layer, payload, receipt, urgent };
+        (frame, last)
     }
 }
 
 impl Outbox {
+    /// The outbox of a link whose frames have the tags that `sealer` makes, if there is one.
+    pub(super) fn new(sealer: Option<Sealer>) -> Self {
+        Self { sealer, ..Self::default() }
+    }
+
     pub(super) fn push(&mut self, message: Message) {
         self.waiting.push(message.urgency, message);
     }
@@ -133,8 +153,10 @@ impl Outbox {
             first.receipt = None;
         }
         let mut first = true;
-        self.batch.retain(|frame| {
+        self.batch.retain_mut(|frame| {
             let is_begun = std::mem::take(&mut first) && begun;
+            // The frames behind one that is removed move up, and get other tags.
+            frame.sealed &= is_begun;
             is_begun || frame.channel != channel
         });
     }
@@ -148,6 +170,7 @@ impl Outbox {
         write: impl FnOnce(&[IoSlice<'_>]) -> io::Result<usize>,
         mut sent: impl FnMut(Frame),
     ) -> io::Result<(usize, bool)> {
+        let tagged = self.sealer.is_some();
         if self.batch.is_empty() {
             let mut bytes = 0;
             while bytes < BATCH_BYTES && self.batch.len() < BATCH_FRAMES {
@@ -155,7 +178,7 @@ impl Outbox {
                 // it.
                 let take = |message: &mut Message| match bytes < most || message.is_urgent() {
                     true => {
-                        let (frame, last) = message.next_frame();
+                        let (frame, last) = message.next_frame(tagged);
                         (Some(frame), last)
                     }
                     false => (None, false),
@@ -165,14 +188,15 @@ impl Outbox {
                 self.batch.push_back(next);
             }
         }
+        self.seal();
         let urgent = self.batch.iter().take_while(|frame| frame.urgent).map(Frame::len);
         let most = most.max(urgent.sum::<usize>().saturating_sub(self.written));
-        let mut slices = [IoSlice::new(&[]); 2 * BATCH_FRAMES];
+        let mut slices = [IoSlice::new(&[]); 3 * BATCH_FRAMES];
         let mut count = 0;
         let mut offered = 0;
         let mut skip = self.written;
         for frame in &self.batch {
-            for part in [&frame.header[..], frame.payload.bytes()] {
+            for part in [frame.head(), frame.payload.bytes(), frame.foot()] {
                 let rest = &part[skip.min(part.len())..];
                 skip -= part.len() - rest.len();
                 let rest = &rest[..rest.len().min(most - offered)];
@@ -190,17 +214,56 @@ impl Outbox {
         {
             self.written -= first.len();
             if let Some(frame) = self.batch.pop_front() {
+                if let Some(sealer) = &mut self.sealer {
+                    sealer.count(frame.tags());
+                }
                 sent(frame);
             }
         }
         Ok((taken, taken == offered))
+    }
+
+    /// Makes the tags of the frames that are about to be offered to the link. The link then reads the
+    /// same bytes again while they are in the cache.
+    fn seal(&mut self) {
+        let Some(sealer) = &self.sealer else { return };
+        let mut ahead = 0;
+        for frame in &mut self.batch {
+            if !frame.sealed {
+                let (header, tag) = frame.head.split_at_mut(Header::SIZE);
+                tag.copy_from_slice(&sealer.seal_ahead(ahead, header));
+                if !frame.foot().is_empty() {
+                    frame.foot = sealer.seal_ahead(ahead + 1, frame.payload.bytes());
+                }
+                frame.sealed = true;
+            }
+            ahead += frame.tags();
+        }
     }
 }
 
 impl Frame {
     /// Bytes on the wire.
     pub(super) fn len(&self) -> usize {
-        self.header.len() + self.payload.len()
+        self.head().len() + self.payload.len() + self.foot().len()
+    }
+
+    /// Bytes that are counted: all but the tags.
+    pub(super) fn untagged_len(&self) -> usize {
+        Header::SIZE + self.payload.len()
+    }
+
+    fn head(&self) -> &[u8] {
+        if self.tagged { &self.head } else { &self.head[..Header::SIZE] }
+    }
+
+    fn foot(&self) -> &[u8] {
+        if self.tagged && self.payload.len() > 0 { &self.foot } else { &[] }
+    }
+
+    /// How many tags the frame has.
+    fn tags(&self) -> u64 {
+        1 + u64::from(self.payload.len() > 0)
     }
 }
 
@@ -231,6 +294,7 @@ mod tests {
     use super::*;
     use poseidon_core::queue::urgency;
     use poseidon_core::{ChunkKey, Clock, LayerId, NodeId};
+    use poseidon_link::Opener;
 
     fn push(outbox: &mut Outbox, layer: u32, index: u32, values: &[f32]) {
         let chunk = ChunkKey { layer: LayerId(layer), index };
@@ -258,6 +322,25 @@ mod tests {
             Ok(n)
         };
         outbox.write(usize::MAX, take, |_| {}).unwrap();
+    }
+
+    /// The frames in `bytes`, whose tags must be right.
+    fn tagged_headers(mut bytes: &[u8], mut opener: Opener) -> Vec<(u32, u32)> {
+        let mut found = Vec::new();
+        while let Some((head, rest)) = bytes.split_first_chunk() {
+            let header = Header::decode(head).unwrap();
+            let (tag, rest) = rest.split_first_chunk().unwrap();
+            opener.open(head, tag).unwrap();
+            bytes = rest;
+            if header.length > 0 {
+                let (payload, rest) = bytes.split_at(header.length as usize);
+                let (tag, rest) = rest.split_first_chunk().unwrap();
+                opener.open(payload, tag).unwrap();
+                bytes = rest;
+            }
+            found.push((header.chunk.layer.0, header.chunk.index));
+        }
+        found
     }
 
     fn headers(mut bytes: &[u8]) -> Vec<(u32, u32)> {
@@ -298,6 +381,30 @@ mod tests {
             fill(&mut outbox);
             assert_eq!(drain(&mut outbox, step), expected);
         }
+    }
+
+    /// Tags are counted in the order in which frames leave, also when a channel is let go whose frames
+    /// had their tags already.
+    #[test]
+    fn frames_have_the_tags_of_their_turn() {
+        let [mut near, far] = poseidon_link::memory::tags();
+        for step in [1, 7, Header::SIZE + 20, 1000] {
+            let mut outbox = Outbox::new(Some(near.sealer.clone()));
+            for (layer, index) in [(1, 0), (2, 0), (1, 1), (2, 1)] {
+                push(&mut outbox, layer, index, &[1.0; 8]);
+            }
+            let bye = Header::bare(Kind::Bye, NodeId(0), 0);
+            outbox.push(Message::new(bye, Payload::None, u64::MAX, 0));
+            let mut out = Vec::new();
+            write_once(&mut outbox, step, &mut out);
+            outbox.let_go(ChannelId(1));
+            out.extend(drain(&mut outbox, step));
+            let found = tagged_headers(&out, far.opener.clone());
+            assert!(found.ends_with(&[(2, 0), (2, 1), (0, 0)]), "{found:?}");
+        }
+        // Another connection has other keys.
+        let tag = near.sealer.seal(b"frame");
+        assert!(near.opener.open(b"frame", &tag).is_err());
     }
 
     /// Pieces of one message go in order, with the next index each, whatever else is waiting.

@@ -1,12 +1,15 @@
 //! One end of the link to another node: frames in, frames out.
 
+mod aside;
+
 use super::Channels;
 use super::channel::{Gone, Landing};
 use super::outbox::{Message, Outbox, Payload};
 use crate::memory::region::Region;
+use poseidon_core::printable::printable;
 use poseidon_core::wire::{Header, Kind, MAX_ABORT};
 use poseidon_core::{ChannelId, NodeId};
-use poseidon_link::{Carrier, Link};
+use poseidon_link::{Carrier, Link, Opener, TAG_SIZE, Tagging};
 use std::collections::VecDeque;
 use std::io::{self, IoSliceMut};
 use std::time::Duration;
@@ -16,9 +19,17 @@ pub(crate) struct Peer {
     node: NodeId,
     link: Box<dyn Link>,
     outbox: Outbox,
-    head: [u8; Header::SIZE],
+    /// The tag of the payload that is being read, the next header, and its tag.
+    head: [u8; TAG_SIZE + Header::SIZE + TAG_SIZE],
+    /// Where the next byte of `head` goes: after the first tag, if none is awaited.
     have: usize,
     state: State,
+    /// Checks the frames' tags, on a link that has them.
+    opener: Option<Opener>,
+    /// The tag of the payload that is being read, as far as it has come.
+    tagging: Option<Tagging>,
+    /// The frame whose payload is being read.
+    frame: Option<Header>,
     /// Frames that nobody had asked for when they came, and that were in the way of other frames.
     aside: VecDeque<(Header, Vec<u8>)>,
     aside_bytes: usize,
@@ -34,6 +45,9 @@ pub(crate) struct Peer {
     /// The other end has closed. The event queue reports that once, perhaps together with the last
     /// bytes. So from then on a short read does not mean that there is nothing more to read.
     closed: bool,
+    /// The link takes nothing any more: since when, and what it said. The peer may have said why
+    /// before; it is heard out, for a while.
+    pub(super) unwritable: Option<(Duration, String)>,
     /// Set when nothing more comes from the peer or goes to it: why.
     pub(super) gone: Option<Gone>,
     /// The channels have been told that the peer is gone.
@@ -83,21 +97,24 @@ enum State {
 
 /// Bytes taken from one peer before the others get their turn.
 const READ_BUDGET: usize = 512 << 10;
-/// Most bytes of frames that nobody has asked for, kept aside for one peer so that other frames can
-/// pass. Beyond it the next such frame is parked, and the link waits until its channel asks for it.
-const MOST_ASIDE: usize = 64 << 20;
 /// More than two sockets' buffers hold.
 const DRAIN_READS: usize = 256;
 
 impl Peer {
-    pub(super) fn new(node: NodeId, link: Box<dyn Link>, now: Duration) -> Self {
+    pub(super) fn new(node: NodeId, mut link: Box<dyn Link>, now: Duration) -> Self {
+        // From here on this peer counts them.
+        let tags = link.tags().cloned();
+        let (sealer, opener) = tags.map(|tags| (tags.sealer, tags.opener)).unzip();
         Self {
             node,
             link,
-            outbox: Outbox::default(),
-            head: [0; Header::SIZE],
-            have: 0,
+            outbox: Outbox::new(sealer),
+            head: [0; TAG_SIZE + Header::SIZE + TAG_SIZE],
+            have: TAG_SIZE,
             state: State::Header,
+            opener,
+            tagging: None,
+            frame: None,
             aside: VecDeque::new(),
             aside_bytes: 0,
             postponed: false,
@@ -106,6 +123,7 @@ impl Peer {
             heard: now,
             spoke: now,
             closed: false,
+            unwritable: None,
             gone: None,
             reported: false,
             moved: 0,
@@ -114,6 +132,11 @@ impl Peer {
 
     pub(super) fn link(&mut self) -> &mut dyn Link {
         &mut *self.link
+    }
+
+    /// Segments that TCP has sent again.
+    pub(super) fn resent(&self) -> u64 {
+        self.link.delivery().map_or(0, |delivery| delivery.resent_in_all.into())
     }
 
     pub(super) fn node(&self) -> NodeId {
@@ -131,6 +154,11 @@ impl Peer {
         self.closed |= closed;
         self.readable |= readable || both || closed;
         self.writable |= writable || both;
+    }
+
+    /// Something may have come that nobody has reported.
+    pub(super) fn look(&mut self) {
+        self.readable = true;
     }
 
     /// Queues a message.
@@ -208,7 +236,7 @@ impl Peer {
             most,
             |slices| link.write(slices),
             |frame| {
-                let bytes = frame.len();
+                let bytes = frame.untagged_len();
                 channels.sent(frame.channel, bytes, frame.layer, frame.receipt, frame.payload);
             },
         );
@@ -233,6 +261,7 @@ impl Peer {
                 self.writable = false;
                 self.closed = true;
                 self.readable = true;
+                self.unwritable.get_or_insert_with(|| (now, e.to_string()));
                 if self.is_parked() {
                     self.broken(&e);
                 }
@@ -296,7 +325,9 @@ impl Peer {
         channels: &mut Channels,
         scratch: &mut [u64],
     ) -> io::Result<(usize, bool)> {
-        if let State::Combine { channel, width, left, carried: 0, .. } = &mut self.state {
+        if let State::Combine { channel, width, left, carried: 0, .. } = &mut self.state
+            && self.tagging.is_none()
+        {
             // Where the bytes lie in memory already, they are combined from there.
             let ready = self.link.peek()?;
             let whole = ready.len().min(*left) / *width * *width;
@@ -307,7 +338,14 @@ impl Peer {
                 return Ok((whole, false));
             }
         }
-        let (head, have, link) = (&mut self.head, self.have, &mut *self.link);
+        let end = self.head_end();
+        let (head, have, link) = (&mut self.head[..end], self.have, &mut *self.link);
+        let tagging = &mut self.tagging;
+        let mut tag = |bytes: &[u8]| {
+            if let Some(tagging) = tagging {
+                tagging.update(bytes);
+            }
+        };
         let past_cache = matches!(self.state, State::Assign { past_cache: true, .. });
         let mut read = |payload: &mut [u8], last: bool| {
             let head = if last { &mut head[have..] } else { &mut [] };
@@ -323,6 +361,7 @@ impl Peer {
                 // one thread at a time.
                 let place = unsafe { region.bytes_mut() };
                 let read = read(&mut place[*done..], true)?;
+                tag(&place[*done..*done + read.0]);
                 *done += read.0;
                 read
             }
@@ -333,6 +372,7 @@ impl Peer {
                 let read = read(&mut bytes[*carried..*carried + room], room == *left)?;
                 *left -= read.0;
                 let have = *carried + read.0;
+                tag(&bytes[*carried..have]);
                 let whole = have - have % *width;
                 *carried = have - whole;
                 carry[..*carried].copy_from_slice(&bytes[whole..have]);
@@ -341,6 +381,7 @@ impl Peer {
             }
             State::Aside { bytes, done, .. } | State::Abort { text: bytes, done, .. } => {
                 let read = read(&mut bytes[*done..], true)?;
+                tag(&bytes[*done..*done + read.0]);
                 *done += read.0;
                 read
             }
@@ -348,6 +389,7 @@ impl Peer {
                 let bytes: &mut [u8] = bytemuck::cast_slice_mut(scratch);
                 let room = bytes.len().min(*left);
                 let read = read(&mut bytes[..room], room == *left)?;
+                tag(&bytes[..read.0]);
                 *left -= read.0;
                 read
             }
@@ -361,13 +403,14 @@ impl Peer {
     fn advance(&mut self, channels: &mut Channels, scratch: &mut [u64], now: Duration) -> bool {
         let complete = match &self.state {
             State::Header => {
-                if self.have < Header::SIZE || self.gone.is_some() {
+                if self.have < self.head_end() || self.gone.is_some() {
                     return false;
                 }
-                self.have = 0;
-                match Header::decode(&self.head) {
+                match self.take_header() {
                     Ok(header) => self.open(header, channels, now),
-                    Err(error) => self.garbage(error.to_string()),
+                    Err(why) => {
+                        self.gone.get_or_insert(why);
+                    }
                 }
                 return self.gone.is_none();
             }
@@ -378,7 +421,17 @@ impl Peer {
                 *done == bytes.len()
             }
         };
+        let complete = complete && (self.tagging.is_none() || self.have >= TAG_SIZE);
         if complete {
+            // Nothing comes of a frame before its tag is right: what a sum got of it is worth nothing,
+            // and the sum is not complete without it.
+            if let Some(tagging) = self.tagging.take()
+                && let Some(tag) = self.head.first_chunk()
+                && tagging.verify(tag).is_err()
+            {
+                self.gone.get_or_insert(Gone::Changed(self.frame));
+                return false;
+            }
             match std::mem::replace(&mut self.state, State::Header) {
                 State::Assign { channel, .. } | State::Combine { channel, .. } => {
                     channels.landed(channel, self.node);
@@ -399,6 +452,33 @@ impl Peer {
             }
         }
         complete
+    }
+
+    /// Where the next header, and its tag if it has one, ends in `head`.
+    fn head_end(&self) -> usize {
+        let tag = if self.opener.is_some() { TAG_SIZE } else { 0 };
+        TAG_SIZE + Header::SIZE + tag
+    }
+
+    /// The header that is all there. Nobody looks at it before its tag is right.
+    fn take_header(&mut self) -> Result<Header, Gone> {
+        let (header, tag) = self.head[TAG_SIZE..].split_at(Header::SIZE);
+        self.have = TAG_SIZE;
+        if let Some(opener) = &mut self.opener
+            && let Some(tag) = tag.first_chunk()
+        {
+            opener.open(header, tag).map_err(|_| Gone::Changed(None))?;
+        }
+        let header = header.first_chunk().expect("it was split off");
+        let header = Header::decode(header).map_err(|error| Gone::Garbage(error.to_string()))?;
+        if header.length > 0
+            && let Some(opener) = &mut self.opener
+        {
+            self.tagging = Some(opener.begin());
+            self.have = 0;
+        }
+        self.frame = Some(header);
+        Ok(header)
     }
 
     fn open(&mut self, header: Header, channels: &mut Channels, now: Duration) {
@@ -445,6 +525,9 @@ impl Peer {
             | Kind::Update
             | Kind::Init
             | Kind::Factors
+            | Kind::Ready
+            | Kind::Late
+            | Kind::Roll
             | Kind::Collective
             | Kind::Message => {
                 let channel = header.channel;
@@ -457,7 +540,7 @@ impl Peer {
                     }
                     Some(Landing::Later)
                         if channels.await_from(self.node)
-                            && self.aside_bytes + length <= MOST_ASIDE =>
+                            && self.aside_bytes + length <= aside::MOST =>
                     {
                         State::Aside { header, bytes: vec![0; length], done: 0 }
                     }
@@ -468,94 +551,8 @@ impl Peer {
         }
     }
 
-    /// A channel may have a place now for frames that had to wait. True if something has moved.
-    pub(super) fn reconsider(
-        &mut self,
-        channels: &mut Channels,
-        scratch: &mut [u64],
-        now: Duration,
-    ) -> bool {
-        let mut moved = self.replay(channels, scratch, now);
-        if let State::Parked(header) = self.state
-            && self.gone.is_none()
-        {
-            self.state = State::Header;
-            self.open(header, channels, now);
-            moved |= !self.is_parked();
-            while self.advance(channels, scratch, now) {}
-        }
-        moved
-    }
-
-    /// Gives the channels the frames that were put aside, as far as they want them now. True if
-    /// they took any.
-    fn replay(&mut self, channels: &mut Channels, scratch: &mut [u64], now: Duration) -> bool {
-        // A channel takes one frame of a node at a time.
-        let half_there = match &self.state {
-            State::Assign { channel, .. } | State::Combine { channel, .. } => Some(*channel),
-            _ => None,
-        };
-        let mut moved = false;
-        let mut index = 0;
-        while let Some((header, bytes)) = self.aside.get(index) {
-            let header = *header;
-            if !channels.admits(header.channel, self.node) {
-                self.stranger(&header);
-                return moved;
-            }
-            let landing = match header.kind {
-                _ if half_there == Some(header.channel) => {
-                    self.postponed = true;
-                    Some(Landing::Later)
-                }
-                Kind::Bye | Kind::Abort => {
-                    let before = self.aside.iter().take(index);
-                    let first = before.clone().all(|(first, _)| first.channel != header.channel);
-                    (!first || !channels.is_known(header.channel)).then_some(Landing::Later)
-                }
-                _ => channels.open(&header, now),
-            };
-            match landing {
-                Some(Landing::Later) => {
-                    index += 1;
-                    continue;
-                }
-                None if header.kind == Kind::Bye => channels.goodbye(header.channel, self.node),
-                None if header.kind == Kind::Abort => self.deliver_abort(&header, bytes, channels),
-                None => {}
-                Some(Landing::Assign { region, .. }) => {
-                    // SAFETY: as for `State::Assign`.
-                    unsafe { region.bytes_mut() }.copy_from_slice(bytes);
-                    channels.landed(header.channel, self.node);
-                }
-                Some(Landing::Combine { width }) => {
-                    // The kept bytes may lie at any address, but elements have to be aligned: they
-                    // go through the scratch.
-                    let aligned: &mut [u8] = bytemuck::cast_slice_mut(scratch);
-                    for piece in bytes.chunks(aligned.len() / width * width) {
-                        aligned[..piece.len()].copy_from_slice(piece);
-                        channels.combine(header.channel, self.node, &aligned[..piece.len()]);
-                    }
-                    channels.landed(header.channel, self.node);
-                }
-            }
-            moved = true;
-            self.aside_bytes -= Header::SIZE + bytes.len();
-            self.aside.remove(index);
-        }
-        moved
-    }
-
-    fn put_aside(&mut self, header: Header, bytes: Vec<u8>) {
-        self.aside_bytes += Header::SIZE + bytes.len();
-        self.aside.push_back((header, bytes));
-        if self.aside_bytes > 2 * MOST_ASIDE {
-            self.garbage(format!("{} frames that nobody has asked for", self.aside.len()));
-        }
-    }
-
     fn deliver_abort(&self, header: &Header, text: &[u8], channels: &mut Channels) {
-        let reason = String::from_utf8_lossy(text).into_owned();
+        let reason = printable(&String::from_utf8_lossy(text)).into_owned();
         channels.aborted(header.channel, self.node, header.chunk.index, reason);
     }
 
@@ -572,4 +569,10 @@ impl Peer {
     fn garbage(&mut self, why: String) {
         self.gone.get_or_insert(Gone::Garbage(why));
     }
+}
+
+/// Puts a whole payload in the place that its channel has just given for it.
+fn put(place: Region, payload: &[u8]) {
+    // SAFETY: as for `State::Assign`.
+    unsafe { place.bytes_mut() }.copy_from_slice(payload);
 }

@@ -1,11 +1,14 @@
 //! One engine, links whose other ends the tests write by hand, and channels that write down what
 //! happens to them.
 
+mod absence;
+
+use super::channel::Gone;
 use super::*;
 use crate::engine::traffic::Counters;
 use poseidon_core::encoding::Block;
 use poseidon_core::{Clock, Epoch};
-use poseidon_link::memory::{MemoryLink, Shape, VirtualClock, pair};
+use poseidon_link::memory::{MemoryLink, Shape, VirtualClock, pair, tagged_pair};
 use std::io::{ErrorKind, IoSlice, IoSliceMut};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
@@ -128,11 +131,11 @@ impl Channel for Scribe {
     }
 }
 
-/// The engine of node 0 of three, and the other ends of its links.
+/// The engine of node 0 of three, and the other ends of its links. Frames on the second have tags.
 fn engine() -> (Engine, [MemoryLink; 2]) {
     let clock = VirtualClock::new();
     let (one, far_one) = pair(clock.clone(), Shape::default());
-    let (two, far_two) = pair(clock, Shape { seed: 7, ..Shape::default() });
+    let (two, far_two) = tagged_pair(clock, Shape { seed: 7, ..Shape::default() });
     let links: Links = vec![(NodeId(1), Box::new(one)), (NodeId(2), Box::new(two))];
     (Engine::new(NodeId(0), 3, links, SILENCE, Duration::ZERO), [far_one, far_two])
 }
@@ -151,8 +154,25 @@ fn settle(engine: &mut Engine) {
 
 /// Writes a frame of node `from` to the engine, which reads meanwhile.
 fn say(engine: &mut Engine, far: &mut MemoryLink, header: Header, payload: &[u8]) {
-    let frame = [&header.encode()[..], payload].concat();
-    let mut left = &frame[..];
+    let frame = frame(far, header, payload);
+    write(engine, far, &frame);
+}
+
+/// The bytes of a frame, with tags where the link has them.
+fn frame(far: &mut MemoryLink, header: Header, payload: &[u8]) -> Vec<u8> {
+    let head = header.encode();
+    let Some(tags) = far.tags() else { return [&head[..], payload].concat() };
+    let mut frame = [&head[..], &tags.sealer.seal(&head)].concat();
+    if !payload.is_empty() {
+        frame.extend_from_slice(payload);
+        frame.extend(tags.sealer.seal(payload));
+    }
+    frame
+}
+
+/// Writes bytes to the engine, which reads meanwhile.
+fn write(engine: &mut Engine, far: &mut MemoryLink, bytes: &[u8]) {
+    let mut left = bytes;
     while !left.is_empty() {
         match far.write(&[IoSlice::new(left)]) {
             Ok(taken) => left = &left[taken..],
@@ -402,4 +422,44 @@ fn a_heartbeat_goes_out_though_the_budget_is_spent() {
     flood.run(Duration::from_secs(10));
     let [_, beats] = flood.sent(Duration::ZERO..Duration::from_secs(10));
     assert!(beats >= 3.0 * Header::SIZE as f64, "{beats} bytes of heartbeats");
+}
+
+/// Whatever is done to frames on their way, nothing comes of them, and the link is given up.
+#[test]
+fn a_frame_that_was_changed_repeated_moved_or_left_out_is_noticed() {
+    // Two frames of 8 bytes, each of them a header, a tag, a payload and a tag.
+    const FRAME: usize = 40 + 16 + 8 + 16;
+    type Attack = fn(&mut Vec<u8>);
+    let attacks: [(&str, usize, Attack); 9] = [
+        ("a bit of the header", 1, |bytes| bytes[FRAME + 24] ^= 4),
+        ("another header that has a checksum", 1, |bytes| {
+            let head = bytes[FRAME..].first_chunk().unwrap();
+            let other = Header { clock: Clock(3), ..Header::decode(head).unwrap() };
+            bytes[FRAME..FRAME + 40].copy_from_slice(&other.encode());
+        }),
+        ("the header's tag", 1, |bytes| bytes[FRAME + 40] ^= 1),
+        ("a bit of the payload", 1, |bytes| bytes[FRAME + 57] ^= 0x80),
+        // TCP's checksum is the same.
+        ("two words of the payload", 1, |bytes| {
+            let words: [u8; 4] = bytes[FRAME + 56..][..4].try_into().unwrap();
+            bytes[FRAME + 56..][..4].copy_from_slice(&[words[2], words[3], words[0], words[1]]);
+        }),
+        ("the payload's tag", 1, |bytes| *bytes.last_mut().unwrap() ^= 1),
+        ("twice the same", 2, |bytes| bytes.extend_from_within(FRAME..)),
+        ("one left out", 0, |bytes| drop(bytes.drain(..FRAME))),
+        ("in another order", 0, |bytes| bytes.rotate_left(FRAME)),
+    ];
+    for (what, whole, attack) in attacks {
+        let (mut engine, [_one, mut two]) = engine();
+        let notes = Notes::default();
+        engine.attach(Scribe::boxed(1, &[1, 2], true, &notes), Duration::ZERO);
+        let mut bytes = frame(&mut two, data(2, 1, 1, 8), b"12345678");
+        bytes.extend(frame(&mut two, data(2, 1, 2, 8), b"abcdefgh"));
+        attack(&mut bytes);
+        write(&mut engine, &mut two, &bytes);
+        let read = notes.read();
+        let (frames, rest) = read.split_at(whole);
+        assert!(frames.iter().zip(1..).all(|(f, n)| f == &format!("frame {n} of 2")), "{read:?}");
+        assert!(rest.len() == 1 && rest[0].contains("Changed"), "{what}: {read:?}");
+    }
 }

@@ -13,6 +13,18 @@ pub struct Traffic {
     pub frames_received: u64,
 }
 
+impl Traffic {
+    /// The sum of both.
+    pub(crate) fn plus(self, other: Self) -> Self {
+        Self {
+            bytes_sent: self.bytes_sent + other.bytes_sent,
+            bytes_received: self.bytes_received + other.bytes_received,
+            frames_sent: self.frames_sent + other.frames_sent,
+            frames_received: self.frames_received + other.frames_received,
+        }
+    }
+}
+
 /// What a channel has sent and received. Written by the engines that carry it, read by anybody.
 #[derive(Debug, Default)]
 pub(crate) struct Counters {

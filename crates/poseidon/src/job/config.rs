@@ -5,14 +5,14 @@
 use crate::Error;
 pub use crate::job::link_rate::LinkRate;
 use crate::job::link_rate::{cores, default_lanes};
+use crate::job::observation::{MetricsAddress, group_file};
+pub use crate::job::observation::{Observation, TRACE};
 use poseidon_core::budget::Limit;
 use poseidon_core::{ByteSize, NodeId, Rate, Servers};
 use poseidon_link::{Credentials, Secret};
 use sha2::{Digest, Sha256};
 use std::fmt;
-use std::fs;
-use std::io::Write;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::str::FromStr;
 use std::time::Duration;
 
@@ -61,6 +61,13 @@ pub struct Config {
     pub timeout: Duration,
     /// How long a node may be silent before it is taken for dead.
     pub silence: Duration,
+    /// How long a dedicated server waits for anything about any layer before it gives up.
+    pub idle: Duration,
+    /// What is written and served for people who want to see what this node does.
+    pub observation: Observation,
+    /// Every so many clocks workers compare a piece of what they have received; 0: never. The same on
+    /// all workers.
+    pub compare_every: u64,
 }
 
 /// Which node of the job a process is.
@@ -101,7 +108,7 @@ impl Config {
     /// | `POSEIDON_BANDWIDTH_BUDGET` | what this node may send to other hosts, such as `400mbit`; `none` (default): no limit |
     /// | `POSEIDON_HOST` | the name of the host that this node counts as on (default: the machine's own); nodes of one host share memory and contribute together, so containers that cannot share memory need names of their own |
     /// | `POSEIDON_RACK` | the name of this node's rack: one stream for each chunk leaves a rack; default: the switches of `SLURM_TOPOLOGY_ADDR`, where Slurm knows them |
-    /// | `POSEIDON_SECRET`, `POSEIDON_SECRET_FILE` | the cluster secret; default: a file made in the user's configuration folder |
+    /// | `POSEIDON_SECRET`, `POSEIDON_SECRET_FILE` | the cluster secret, or a file that holds it; at least 16 bytes; default: a file made in the user's configuration folder |
     /// | `POSEIDON_ADDRESS` | address or interface to listen on; several with commas: lanes take them in turn |
     /// | `POSEIDON_LINK` | `auto`, `tcp`, `unix` |
     /// | `POSEIDON_PIN` | `0`: never keep lanes on one core each, not even where nodes share a host |
@@ -109,6 +116,9 @@ impl Config {
     /// | `POSEIDON_CLUSTER` | the job's name |
     /// | `POSEIDON_AMX` | `0`: multiply matrices without AMX; read by `poseidon-matrix`, once per process |
     /// | `POSEIDON_TIMEOUT`, `POSEIDON_CONNECT_TIMEOUT`, `POSEIDON_SILENCE` | seconds |
+    /// | `POSEIDON_TRACE` | a file for a trace of this node, which Perfetto opens; `rank0`, or whatever the node is, goes where the name has `%r`, or before its ending |
+    /// | `POSEIDON_REPORT` | a folder for the traces of all nodes; `poseidon report` makes a page of them |
+    /// | `POSEIDON_METRICS` | `ADDRESS:PORT`, or a port of 127.0.0.1, where metrics are served as Prometheus reads them; the n-th node of a host takes the n-th port from there |
     pub fn from_env() -> Result<Self, Error> {
         Self::from_variables(&|name| std::env::var(name).ok())
     }
@@ -149,6 +159,12 @@ impl Config {
             connect_timeout: env.seconds("POSEIDON_CONNECT_TIMEOUT", 60)?,
             timeout: env.seconds("POSEIDON_TIMEOUT", 300)?,
             silence: env.seconds("POSEIDON_SILENCE", 15)?,
+            idle: env.seconds("POSEIDON_IDLE", IDLE.as_secs())?,
+            observation: env.observation(match member {
+                Member::Worker(_) => place.local_rank,
+                Member::Server(index) => place.local.saturating_add(index),
+            })?,
+            compare_every: env.parse("POSEIDON_COMPARE_EVERY")?.unwrap_or(COMPARE_EVERY),
         };
         config.validate()?;
         Ok(config)
@@ -156,7 +172,7 @@ impl Config {
 
     /// Rank `rank` of a [`Group`](crate::Group) of `size`, whose coordinator is at `coordinator`. Of the environment
     /// only `POSEIDON_ADDRESS`, `POSEIDON_LINK`, `POSEIDON_HOST`, `POSEIDON_BANDWIDTH_BUDGET`,
-    /// `POSEIDON_PINNED_MEMORY`, `POSEIDON_CONNECT_TIMEOUT` and `POSEIDON_SILENCE` count.
+    /// `POSEIDON_PINNED_MEMORY`, `POSEIDON_CONNECT_TIMEOUT`, `POSEIDON_SILENCE` and `POSEIDON_TRACE` count.
     pub fn for_group(
         rank: u16,
         size: u16,
@@ -182,6 +198,11 @@ impl Config {
             connect_timeout: env.seconds("POSEIDON_CONNECT_TIMEOUT", 60)?,
             // A rank that is gone is reported within ten seconds.
             silence: env.seconds("POSEIDON_SILENCE", 9)?,
+            // A session of the same process writes to the file itself, and has the port for metrics.
+            observation: Observation {
+                trace: env.path("POSEIDON_TRACE").map(|path| group_file(&path)),
+                ..Observation::default()
+            },
             ..alone
         })
     }
@@ -214,6 +235,9 @@ impl Config {
             connect_timeout: Duration::from_secs(60),
             timeout: Duration::from_secs(300),
             silence: Duration::from_secs(15),
+            idle: IDLE,
+            observation: Observation::default(),
+            compare_every: COMPARE_EVERY,
         }
     }
 
@@ -222,6 +246,14 @@ impl Config {
         match self.member {
             Member::Worker(rank) => NodeId(rank),
             Member::Server(index) => NodeId(self.workers + index),
+        }
+    }
+
+    /// What this process's node is called in the names of files: `rank0`, `server0`.
+    pub(crate) fn node_label(&self) -> String {
+        match self.member {
+            Member::Worker(rank) => format!("rank{rank}"),
+            Member::Server(index) => format!("server{index}"),
         }
     }
 
@@ -243,6 +275,24 @@ impl Config {
     pub fn credentials(&self) -> Credentials {
         credentials(&self.cluster, self.secret.clone())
     }
+}
+
+/// Where a process finds the cluster secret.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum SecretPlace {
+    /// In `POSEIDON_SECRET`.
+    Variable,
+    /// In a file that `POSEIDON_SECRET_FILE` names.
+    NamedFile(PathBuf),
+    /// In the file of the user's configuration folder.
+    UsersFile(PathBuf),
+    /// There is no home to keep it in.
+    Nowhere,
+}
+
+/// Where this process finds the cluster secret. The secret itself is not read.
+pub fn secret_place() -> SecretPlace {
+    Env(&|name| std::env::var(name).ok()).secret_place()
 }
 
 /// How long nodes wait for each other when they start: `POSEIDON_CONNECT_TIMEOUT`, or if that is not set `otherwise`,
@@ -307,6 +357,8 @@ struct Launch {
     workers: u16,
     /// Processes of the job on this host.
     local: u16,
+    /// Which of them this one is.
+    local_rank: u16,
     /// The error is for when nothing else says where the coordinator is.
     coordinator: Result<String, Error>,
     job: String,
@@ -316,6 +368,19 @@ impl Env<'_> {
     fn parse<T: FromStr<Err: fmt::Display>>(&self, name: &str) -> Result<Option<T>, Error> {
         let parse = |v: String| v.parse().map_err(|e| Error::Config(format!("{name}={v}: {e}")));
         self.0(name).filter(|v| !v.is_empty()).map(parse).transpose()
+    }
+
+    /// What is asked of the `local`-th node of this host.
+    fn observation(&self, local: u16) -> Result<Observation, Error> {
+        let (trace, report) = (self.path("POSEIDON_TRACE"), self.path("POSEIDON_REPORT"));
+        let metrics = self.parse::<MetricsAddress>("POSEIDON_METRICS")?;
+        let metrics = metrics.map(|address| address.of_local(local)).transpose();
+        let refused = |why| Error::Config(format!("POSEIDON_METRICS: {why}"));
+        Ok(Observation { trace, report, metrics: metrics.map_err(refused)? })
+    }
+
+    fn path(&self, name: &str) -> Option<PathBuf> {
+        self.0(name).filter(|path| !path.is_empty()).map(PathBuf::from)
     }
 
     fn pinned_memory(&self) -> Result<Option<usize>, Error> {
@@ -370,34 +435,41 @@ impl Env<'_> {
             let rank = if server { 0 } else { self.need("RANK", "WORLD_SIZE")? };
             let workers = self.need("WORLD_SIZE", "WORLD_SIZE")?;
             let local = self.parse("LOCAL_WORLD_SIZE")?.unwrap_or(1);
+            let local_rank = self.parse("LOCAL_RANK")?.unwrap_or(0);
             let job = self.0("TORCHELASTIC_RUN_ID").unwrap_or_else(|| "torchrun".into());
-            return Ok(Launch { rank, workers, local, coordinator: self.beside_master(), job });
+            let coordinator = self.beside_master();
+            return Ok(Launch { rank, workers, local, local_rank, coordinator, job });
         }
         if launcher == Some(Launcher::OpenMpi) {
             let rank = self.need("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_RANK")?;
             let workers = self.need("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK")?;
             let local: u16 = self.need("OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_COMM_WORLD_RANK")?;
+            let local_rank = self.parse("OMPI_COMM_WORLD_LOCAL_RANK")?.unwrap_or(0);
             let job = self.0("PMIX_NAMESPACE").unwrap_or_else(|| "openmpi".into());
             let host = if local == workers { Some("127.0.0.1".into()) } else { self.mpirun_host() };
-            return Ok(Launch { rank, workers, local, coordinator: self.on_host(host, &job), job });
+            let coordinator = self.on_host(host, &job);
+            return Ok(Launch { rank, workers, local, local_rank, coordinator, job });
         }
         if launcher == Some(Launcher::Slurm) {
             let rank = self.need("SLURM_PROCID", "SLURM_PROCID")?;
             let workers: u16 = self.need("SLURM_NTASKS", "SLURM_PROCID")?;
             let nodes: u16 = self.parse("SLURM_STEP_NUM_NODES")?.unwrap_or(1).max(1);
             let local = workers.div_ceil(nodes);
+            let local_rank = self.parse("SLURM_LOCALID")?.unwrap_or(0);
             let id = |name| self.0(name).unwrap_or_default();
             let job = format!("slurm-{}-{}", id("SLURM_JOB_ID"), id("SLURM_STEP_ID"));
             let list = self.0("SLURM_STEP_NODELIST").or_else(|| self.0("SLURM_JOB_NODELIST"));
             let host =
                 if nodes == 1 { Some("127.0.0.1".into()) } else { list.map(|l| first_host(&l)) };
-            return Ok(Launch { rank, workers, local, coordinator: self.on_host(host, &job), job });
+            let coordinator = self.on_host(host, &job);
+            return Ok(Launch { rank, workers, local, local_rank, coordinator, job });
         }
         if self.0("RANK").is_some() {
             return Err(Error::Config("RANK is set but WORLD_SIZE is not".into()));
         }
         let coordinator = Ok("127.0.0.1:0".into());
-        Ok(Launch { rank: 0, workers: 1, local: 1, coordinator, job: "alone".into() })
+        let (rank, workers, local, local_rank) = (0, 1, 1, 0);
+        Ok(Launch { rank, workers, local, local_rank, coordinator, job: "alone".into() })
     }
 
     /// torchrun's own store listens on `MASTER_PORT`: the coordinator takes the port after it.
@@ -431,46 +503,40 @@ impl Env<'_> {
         Some(address.to_string())
     }
 
-    fn secret(&self) -> Result<Secret, Error> {
-        if let Some(secret) = self.0("POSEIDON_SECRET") {
-            return secret.parse().map_err(|e| Error::Config(format!("POSEIDON_SECRET: {e}")));
+    fn secret_place(&self) -> SecretPlace {
+        let set = |name| self.0(name).filter(|path| !path.is_empty()).map(PathBuf::from);
+        if self.0("POSEIDON_SECRET").is_some() {
+            return SecretPlace::Variable;
         }
-        let path = match self.0("POSEIDON_SECRET_FILE") {
-            Some(path) => PathBuf::from(path),
-            None => {
-                let home = self.0("XDG_CONFIG_HOME").map(PathBuf::from);
-                let home = home.or_else(|| Some(PathBuf::from(self.0("HOME")?).join(".config")));
-                let fix = "set POSEIDON_SECRET to the same long random value on every node";
-                let home =
-                    home.ok_or_else(|| Error::Config(format!("no HOME for a secret file: {fix}")))?;
-                home.join("poseidon").join("secret")
-            }
-        };
-        secret_file(&path).map_err(Error::io(format!("cluster secret file {}", path.display())))
+        if let Some(path) = set("POSEIDON_SECRET_FILE") {
+            return SecretPlace::NamedFile(path);
+        }
+        let home = set("XDG_CONFIG_HOME");
+        let home = home.or_else(|| Some(PathBuf::from(self.0("HOME")?).join(".config")));
+        match home {
+            Some(home) => SecretPlace::UsersFile(home.join("poseidon").join("secret")),
+            None => SecretPlace::Nowhere,
+        }
     }
-}
 
-/// Reads the secret in `path`, or makes one there that only this user can read. Several processes
-/// may get here at once: the first to link its file in place wins, the others read it.
-fn secret_file(path: &Path) -> std::io::Result<Secret> {
-    if !path.exists() {
-        let folder = path.parent().unwrap_or(Path::new("."));
-        fs::create_dir_all(folder)?;
-        let fresh = folder.join(format!(".secret.{}", std::process::id()));
-        let mut options = fs::OpenOptions::new();
-        options.write(true).create(true).truncate(true);
-        #[cfg(unix)]
-        std::os::unix::fs::OpenOptionsExt::mode(&mut options, 0o600);
-        options.open(&fresh)?.write_all(Secret::random()?.expose().as_bytes())?;
-        let linked = fs::hard_link(&fresh, path);
-        fs::remove_file(&fresh)?;
-        match linked {
-            Err(e) if e.kind() != std::io::ErrorKind::AlreadyExists => return Err(e),
-            _ => {}
+    fn secret(&self) -> Result<Secret, Error> {
+        match self.secret_place() {
+            SecretPlace::Variable => {
+                let secret = self.0("POSEIDON_SECRET").unwrap_or_default();
+                secret.parse().map_err(|e| Error::Config(format!("POSEIDON_SECRET: {e}")))
+            }
+            // A file that somebody has named is not made: its name may be mistyped.
+            SecretPlace::NamedFile(path) => {
+                Secret::read(&path).map_err(|e| Error::Config(format!("POSEIDON_SECRET_FILE: {e}")))
+            }
+            SecretPlace::UsersFile(path) => Secret::read_or_make(&path)
+                .map_err(|e| Error::Config(format!("cluster secret: {e}"))),
+            SecretPlace::Nowhere => {
+                let fix = "set POSEIDON_SECRET to the same long random value on every node";
+                Err(Error::Config(format!("no HOME for a secret file: {fix}")))
+            }
         }
     }
-    let text = fs::read_to_string(path)?;
-    text.trim().parse().map_err(std::io::Error::other)
 }
 
 fn join_host_port(host: &str, port: u16) -> String {
@@ -492,6 +558,10 @@ fn first_host(list: &str) -> String {
     format!("{prefix}{number}{suffix}")
 }
 
+/// See ADR 0027 for what a comparison costs.
+const COMPARE_EVERY: u64 = 100;
+/// Workers may compute and evaluate for hours between two steps. A day without a step is a mistake.
+const IDLE: Duration = Duration::from_secs(24 * 3600);
 /// A year is as good as forever, and clocks can count that far.
 const LONGEST: f64 = 365.0 * 24.0 * 3600.0;
 

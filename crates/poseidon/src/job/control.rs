@@ -4,8 +4,10 @@ use crate::job::book::{Job, NodeFacts};
 use crate::job::gather::Post;
 use crate::job::link_rate::{LinkRate, Measured};
 use crate::job::open::Opening;
+use poseidon_core::printable::printable;
 use poseidon_core::wire::{Header, HeaderError, Kind, MAX_CONTROL, NOBODY};
 use poseidon_core::{ChannelId, NodeId, Rate, Servers};
+use poseidon_link::{Sealer, TAG_SIZE, Tagged};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use std::io::{self, Read, Write};
@@ -84,6 +86,19 @@ impl Message {
             Self::Stopping => "stopping",
             Self::Budget { .. } => "budget",
         }
+    }
+}
+
+impl Message {
+    /// Words of another process end up in errors and logs here: they must not command a terminal.
+    fn make_printable(&mut self) {
+        let words = match self {
+            Self::Refused { reason } | Self::Leave { reason: Some(reason) } => reason,
+            Self::Lost { why, .. } => why,
+            Self::Query { key } => key,
+            _ => return,
+        };
+        *words = printable(words).into_owned();
     }
 }
 
@@ -174,9 +189,14 @@ impl Body {
         })
     }
 
-    /// The frame that answers `request`: its first bytes, which have the request's number, and the
-    /// rest, which is the same for all requests.
-    pub(crate) fn frame(&self, sender: NodeId, request: Option<u64>) -> (Vec<u8>, &[u8]) {
+    /// The frame that answers `request`, with the next tags of `sealer` if there is one. It has to be
+    /// written before any other frame that gets tags.
+    pub(crate) fn frame(
+        &self,
+        sender: NodeId,
+        request: Option<u64>,
+        sealer: Option<&mut Sealer>,
+    ) -> Frame<'_> {
         // A message is a JSON object that has at least a type. So what follows the opening brace
         // begins with a field, and the number can go in front of it.
         let rest = &self.0[1..];
@@ -186,19 +206,34 @@ impl Body {
         };
         let header = Header::bare(Kind::Control, sender, (brace.len() + rest.len()) as u32);
         let mut head = header.encode().to_vec();
+        let mut foot = Vec::new();
+        if let Some(sealer) = sealer {
+            let tag = sealer.seal(&head);
+            head.extend(tag);
+            let mut tagging = sealer.begin();
+            tagging.update(brace.as_bytes());
+            tagging.update(rest);
+            foot.extend(tagging.finish());
+        }
         head.extend_from_slice(brace.as_bytes());
-        (head, rest)
+        Frame { head, rest, foot }
     }
 
     /// Writes the coordinator's answer to `request`.
-    pub(crate) fn write(&self, request: Option<u64>, to: &mut impl Write) -> io::Result<()> {
-        let (mut head, rest) = self.frame(NOBODY, request);
+    pub(crate) fn write(
+        &self,
+        request: Option<u64>,
+        to: &mut (impl Write + Tagged),
+    ) -> io::Result<()> {
+        let Frame { mut head, rest, foot } = self.frame(NOBODY, request, to.sealer());
         if rest.len() <= SMALL {
             head.extend_from_slice(rest);
+            head.extend_from_slice(&foot);
             return to.write_all(&head);
         }
         to.write_all(&head)?;
-        to.write_all(rest)
+        to.write_all(rest)?;
+        to.write_all(&foot)
     }
 
     #[cfg(test)]
@@ -207,17 +242,38 @@ impl Body {
     }
 }
 
-/// Reads one message. Whatever is not a control message is an error of kind `InvalidData`.
-pub(crate) fn receive(stream: &mut impl Read) -> io::Result<Numbered> {
+/// The bytes of a frame, in three pieces.
+pub(crate) struct Frame<'a> {
+    /// The header, its tag, and the request's number.
+    pub(crate) head: Vec<u8>,
+    /// The rest of the message, which is the same for all requests.
+    pub(crate) rest: &'a [u8],
+    /// The message's tag, on a connection that has tags.
+    pub(crate) foot: Vec<u8>,
+}
+
+/// Reads one message. Whatever is not a control message is an error of kind `InvalidData`, and so is
+/// a message that was changed on its way.
+pub(crate) fn receive(stream: &mut (impl Read + Tagged)) -> io::Result<Numbered> {
     let invalid = |why: String| io::Error::new(io::ErrorKind::InvalidData, why);
+    let changed = |e| invalid(format!("a control message is not as it was sent: {e}"));
     let mut head = [0; Header::SIZE];
     stream.read_exact(&mut head).map_err(|e| match e.kind() {
         io::ErrorKind::UnexpectedEof => io::Error::new(e.kind(), "the other end hung up"),
         _ => e,
     })?;
+    let mut tag = [0; TAG_SIZE];
+    let mut payload = None;
+    if stream.opener().is_some() {
+        stream.read_exact(&mut tag)?;
+        if let Some(opener) = stream.opener() {
+            opener.open(&head, &tag).map_err(changed)?;
+            payload = Some(opener.begin());
+        }
+    }
     let header = Header::decode(&head).map_err(|e: HeaderError| invalid(e.to_string()))?;
     let length = header.length as usize;
-    if header.kind != Kind::Control || length > MAX_CONTROL {
+    if header.kind != Kind::Control || length == 0 || length > MAX_CONTROL {
         return Err(invalid(format!("expected a control message, got {header:?}")));
     }
     // The vector grows as bytes come: a length that is only announced reserves no memory.
@@ -229,7 +285,17 @@ pub(crate) fn receive(stream: &mut impl Read) -> io::Result<Numbered> {
             body.len()
         )));
     }
-    serde_json::from_slice(&body).map_err(|e| invalid(format!("not a control message: {e}")))
+    if let Some(mut tagging) = payload {
+        stream.read_exact(&mut tag)?;
+        tagging.update(&body);
+        tagging.verify(&tag).map_err(changed)?;
+    }
+    let parsed: Result<Numbered, _> = serde_json::from_slice(&body);
+    // The parser quotes what it did not expect.
+    let no_message = |e: serde_json::Error| format!("not a control message: {e}");
+    let mut numbered = parsed.map_err(|e| invalid(printable(&no_message(e)).into_owned()))?;
+    numbered.message.make_printable();
+    Ok(numbered)
 }
 
 /// Bytes that the number of a request takes in its message, at most.
@@ -240,21 +306,99 @@ const SMALL: usize = 64 << 10;
 #[cfg(test)]
 mod tests {
     use super::*;
+    use poseidon_link::{Opener, Tags, memory};
     use serde_json::json;
+    use std::collections::VecDeque;
+
+    /// A connection that hears what was said on it.
+    #[derive(Default)]
+    struct Echo {
+        bytes: VecDeque<u8>,
+        tags: Option<[Tags; 2]>,
+    }
+
+    impl Read for Echo {
+        fn read(&mut self, buf: &mut [u8]) -> io::Result<usize> {
+            self.bytes.read(buf)
+        }
+    }
+
+    impl Write for Echo {
+        fn write(&mut self, buf: &[u8]) -> io::Result<usize> {
+            self.bytes.write(buf)
+        }
+        fn flush(&mut self) -> io::Result<()> {
+            Ok(())
+        }
+    }
+
+    impl Tagged for Echo {
+        fn sealer(&mut self) -> Option<&mut Sealer> {
+            self.tags.as_mut().map(|[near, _]| &mut near.sealer)
+        }
+        fn opener(&mut self) -> Option<&mut Opener> {
+            self.tags.as_mut().map(|[_, far]| &mut far.opener)
+        }
+    }
 
     #[test]
     fn a_message_keeps_its_number_and_needs_none() {
         let body = Body::new(&Message::Gathered { values: vec![json!(0.1), json!({})] }).unwrap();
-        for request in [None, Some(0), Some(u64::MAX)] {
-            let mut bytes = Vec::new();
-            body.write(request, &mut bytes).unwrap();
-            let heard = receive(&mut &bytes[..]).unwrap();
-            assert_eq!(heard.request, request);
-            let Message::Gathered { values } = heard.message else { panic!("{heard:?}") };
-            assert_eq!(values, [json!(0.1), json!({})]);
+        for tags in [None, Some(memory::tags())] {
+            let mut echo = Echo { tags, ..Echo::default() };
+            for request in [None, Some(0), Some(u64::MAX)] {
+                body.write(request, &mut echo).unwrap();
+                let heard = receive(&mut echo).unwrap();
+                assert_eq!(heard.request, request);
+                let Message::Gathered { values } = heard.message else { panic!("{heard:?}") };
+                assert_eq!(values, [json!(0.1), json!({})]);
+            }
+            Body::new(&Message::Stopping).unwrap().write(Some(7), &mut echo).unwrap();
+            assert!(matches!(receive(&mut echo).unwrap().message, Message::Stopping));
+            assert!(echo.bytes.is_empty());
         }
-        let mut bytes = Vec::new();
-        Body::new(&Message::Stopping).unwrap().write(Some(7), &mut bytes).unwrap();
-        assert!(matches!(receive(&mut &bytes[..]).unwrap().message, Message::Stopping));
+    }
+
+    /// However little it is: a digit of a gradient's length, a port of an address.
+    #[test]
+    fn a_message_that_was_changed_is_not_read() {
+        let body = Body::new(&Message::Gathered { values: vec![json!(17)] }).unwrap();
+        let mut whole = Echo { tags: Some(memory::tags()), ..Echo::default() };
+        body.write(Some(1), &mut whole).unwrap();
+        for at in 0..whole.bytes.len() {
+            let mut echo = Echo { tags: Some(memory::tags()), bytes: whole.bytes.clone() };
+            echo.bytes[at] ^= 1;
+            let error = receive(&mut echo).unwrap_err();
+            assert_eq!(error.kind(), io::ErrorKind::InvalidData, "byte {at}: {error}");
+            assert!(error.to_string().contains("changed on its way"), "byte {at}: {error}");
+        }
+        // Nor is one that comes twice.
+        let mut twice = Echo { tags: Some(memory::tags()), bytes: whole.bytes.clone() };
+        twice.bytes.extend(&whole.bytes);
+        receive(&mut twice).unwrap();
+        assert!(receive(&mut twice).unwrap_err().to_string().contains("changed on its way"));
+    }
+
+    #[test]
+    fn words_of_another_process_do_not_command_a_terminal() {
+        let words = "fine\n\x1b[2Jerror: forged";
+        let said = |message: &Message| {
+            let mut echo = Echo::default();
+            Body::new(message).unwrap().write(None, &mut echo).unwrap();
+            format!("{:?}", receive(&mut echo).unwrap().message)
+        };
+        let reason = words.to_owned();
+        let refused = said(&Message::Refused { reason: reason.clone() });
+        let left = said(&Message::Leave { reason: Some(reason.clone()) });
+        let lost = said(&Message::Lost { node: NodeId(1), why: reason });
+        for said in [refused, left, lost] {
+            assert!(said.contains("fine\u{fffd}\u{fffd}[2Jerror"), "{said}");
+        }
+        let body = br#"{"type":"\u001b[2J"}"#;
+        let mut bytes = Header::bare(Kind::Control, NOBODY, body.len() as u32).encode().to_vec();
+        bytes.extend_from_slice(body);
+        let mut echo = Echo { bytes: bytes.into(), ..Echo::default() };
+        let error = receive(&mut echo).unwrap_err().to_string();
+        assert!(error.contains("not a control message") && !error.contains('\x1b'), "{error}");
     }
 }

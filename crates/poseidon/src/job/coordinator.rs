@@ -12,6 +12,7 @@ use crate::job::joining::Joining;
 use crate::job::open::{Opening, Openings};
 use crate::job::rounds::{Rounds, WAITING, Waiting};
 use crate::{Error, RendezvousError};
+use poseidon_core::running_time::RunningTime;
 use poseidon_core::wire::{Hello, NOBODY, Purpose, Status};
 use poseidon_core::{Cluster, JobId, NodeId, Rate};
 use poseidon_link::descriptors::{self, Need};
@@ -82,8 +83,8 @@ impl Coordinator {
     /// `POSEIDON_ADDRESS` names or, without that, at the one from which this host reaches `near`
     /// (`host:port`): hosts that can reach `near` can probably reach this address too.
     pub fn beside(near: &str, credentials: Credentials, patience: Duration) -> Result<Self, Error> {
-        let wanted = crate::job::config::wanted_address();
-        let choice = poseidon_link::address::choose(wanted.as_deref(), near)?;
+        let (wanted, deadline) = (crate::job::config::wanted_address(), Instant::now() + patience);
+        let choice = poseidon_link::address::choose(wanted.as_deref(), near, deadline)?;
         Self::bind(choice.ip, 0, credentials, patience)
     }
 
@@ -214,6 +215,11 @@ struct State {
     owed: usize,
     /// Nothing is served any more.
     stopped: bool,
+    /// Since when time is counted.
+    epoch: Instant,
+    /// Counts the time in which this process ran, because nobody can post while it does not. Looked
+    /// at by the thread that watches the time, while somebody waits.
+    time: RunningTime,
 }
 
 /// A control connection, as those who write to it know it.
@@ -235,6 +241,8 @@ impl Shared {
             next: 0,
             owed: 0,
             stopped: false,
+            epoch: Instant::now(),
+            time: RunningTime::default(),
         };
         Self { state: Mutex::new(state), changed: Condvar::new(), time: Condvar::new() }
     }
@@ -272,7 +280,8 @@ impl Shared {
     /// they are written.
     fn act(&self, change: impl FnOnce(&mut State, Instant) -> Vec<Reply>) {
         let mut state = self.lock();
-        let replies = change(&mut state, Instant::now());
+        let now = state.now();
+        let replies = change(&mut state, now);
         let addressed = |Reply { to, body }| {
             let connection = state.connections.get(&to.connection)?.clone();
             let last = state.joining.node_of(to.connection).is_none();
@@ -293,19 +302,26 @@ impl Shared {
     fn watch_time(&self) {
         let mut state = self.lock();
         while !state.stopped {
-            let due = state.deadline().map(|due| due.saturating_duration_since(Instant::now()));
-            state = match due {
-                None => self.time.wait(state).unwrap_or_else(PoisonError::into_inner),
-                Some(left) if left.is_zero() => {
-                    drop(state);
-                    self.act(State::handle_time);
-                    self.lock()
-                }
-                Some(left) => {
-                    let woken = self.time.wait_timeout(state, left);
-                    woken.unwrap_or_else(PoisonError::into_inner).0
-                }
+            let Some(due) = state.deadline() else {
+                state = self.time.wait(state).unwrap_or_else(PoisonError::into_inner);
+                state.resume();
+                continue;
             };
+            let left = due.saturating_duration_since(state.now());
+            if left.is_zero() {
+                drop(state);
+                self.act(State::handle_time);
+                state = self.lock();
+                continue;
+            }
+            // Short stretches tell time in which the whole process was away from time in which
+            // others were silent.
+            let woken = self.time.wait_timeout(state, left.min(RunningTime::USUAL));
+            state = woken.unwrap_or_else(PoisonError::into_inner).0;
+            let real = state.epoch.elapsed();
+            if let Some(away) = state.time.handle_running(real) {
+                tracing::warn!("the coordinator was away for {away:.1?}, which does not count");
+            }
         }
     }
 
@@ -337,6 +353,16 @@ impl Drop for Ending<'_> {
 }
 
 impl State {
+    /// The time as the coordinator counts it.
+    fn now(&self) -> Instant {
+        self.epoch + self.time.at(self.epoch.elapsed())
+    }
+
+    /// The thread that watches the time is back. It had nothing to watch, so it was not away.
+    fn resume(&mut self) {
+        self.time.rest_until(self.epoch.elapsed());
+    }
+
     fn handle(&mut self, id: u64, heard: Numbered, now: Instant) -> Vec<Reply> {
         self.silent.remove(&id);
         let asker = Asker { connection: id, request: heard.request };
@@ -448,6 +474,9 @@ impl State {
 
     fn handle_time(&mut self, now: Instant) -> Vec<Reply> {
         let mut replies = self.joining.handle_time(now);
+        if let Some(notice) = self.joining.poll_notice(now) {
+            tracing::warn!("{notice}");
+        }
         while let Some(round) = self.gathers.poll_expired(now) {
             replies.extend(round.tell_missing());
         }

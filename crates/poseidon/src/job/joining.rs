@@ -28,6 +28,8 @@ pub(crate) struct Joining {
     /// Whether nodes have been told that one of them is lost. All nodes stop at the first loss, so
     /// later losses only follow from it and are not told.
     told_of_loss: bool,
+    /// When it was last said for whom nodes wait.
+    noticed: Option<Instant>,
 }
 
 #[derive(Debug)]
@@ -58,6 +60,7 @@ impl Joining {
             outcome: None,
             measuring: None,
             told_of_loss: false,
+            noticed: None,
         }
     }
 
@@ -160,7 +163,7 @@ impl Joining {
             let expired = measuring.rounds.poll_expired(now);
             return expired.map_or_else(Vec::new, |round| round.tell_missing());
         }
-        if self.deadline().is_none_or(|deadline| now < deadline) {
+        if self.end_of_patience().is_none_or(|end| now < end) {
             return Vec::new();
         }
         let oldest = self.joined.values().map(|joined| joined.since).min();
@@ -176,11 +179,49 @@ impl Joining {
         self.announce()
     }
 
-    /// When [`handle_time`](Self::handle_time) has something to do next.
+    /// Words about whom nodes wait for, if they have waited for a while and it was not said lately.
+    pub(crate) fn poll_notice(&mut self, now: Instant) -> Option<String> {
+        if self.notice_due().is_none_or(|due| now < due) {
+            return None;
+        }
+        self.noticed = Some(now);
+        let missing: Vec<_> = self.missing().into_iter().map(|(_, name)| name).collect();
+        let (joined, all) = (self.joined.len(), self.joined.len() + missing.len());
+        let shown = missing[..missing.len().min(SHOWN)].join(", ");
+        let rest = match missing.len() - missing.len().min(SHOWN) {
+            0 => String::new(),
+            rest => format!(" and {rest} more"),
+        };
+        Some(format!("waiting for {shown}{rest}, {joined} of {all} have joined"))
+    }
+
+    /// When [`handle_time`](Self::handle_time) or [`poll_notice`](Self::poll_notice) has something
+    /// to do next.
     pub(crate) fn deadline(&self) -> Option<Instant> {
         if self.outcome.is_some() {
             return self.measuring.as_ref().and_then(|measuring| measuring.rounds.deadline());
         }
+        self.end_of_patience().into_iter().chain(self.notice_due()).min()
+    }
+
+    /// When it is to be said for whom nodes wait. The pauses grow from [`FIRST_NOTICE`] to
+    /// [`RAREST_NOTICE`].
+    fn notice_due(&self) -> Option<Instant> {
+        if self.outcome.is_some() {
+            return None;
+        }
+        let oldest = self.joined.values().map(|joined| joined.since).min()?;
+        Some(match self.noticed {
+            None => oldest + FIRST_NOTICE,
+            Some(last) => {
+                let waited = last.saturating_duration_since(oldest);
+                last + waited.clamp(FIRST_NOTICE, RAREST_NOTICE)
+            }
+        })
+    }
+
+    /// When the job is called off, if it has not begun by then.
+    fn end_of_patience(&self) -> Option<Instant> {
         // Without anybody who waits there is nobody to tell.
         let oldest = self.joined.values().map(|joined| joined.since).min()?;
         let free = self.patience.min(FREE);
@@ -281,6 +322,9 @@ impl Joining {
         }
         self.joined.insert(node, Joined { join, asker, peer, since: now });
         if self.joined.len() == cluster.nodes() {
+            if self.noticed.is_some() {
+                tracing::info!("all {} have joined", cluster.nodes());
+            }
             self.outcome = Some(self.write_book());
         }
         Ok(())
@@ -345,19 +389,20 @@ impl Joining {
         Reply::to_all(self.everybody(), &Message::Lost { node, why })
     }
 
-    /// Writes the book: all nodes are here. Worker 0's number of lanes holds for all nodes. If ports
-    /// are to be measured, it is a draft.
+    /// Writes the book: all nodes are here. Worker 0's number of lanes holds for all nodes. If
+    /// ports are to be measured, it is a draft.
     fn write_book(&mut self) -> Result<Arc<Book>, String> {
         let first = &self.joined[&NodeId(0)].join;
         let claims = Claims::new(self.joined.values().map(|joined| &joined.join));
         let probers = claims.probers();
+        let job = first.job.clone().ok_or("worker 0 described no job")?;
         let cluster = Cluster::new(first.workers, first.servers, first.lanes);
         let cluster = cluster.and_then(|cluster| match probers.is_empty() {
             true => claims.settle(cluster, &[]),
             false => claims.draft(cluster),
         });
         let cluster = cluster.map_err(|e| e.to_string())?;
-        let job = first.job.clone().ok_or("worker 0 described no job")?;
+        job.fits(&cluster).map_err(|e| e.to_string())?;
         let nodes = self.joined.values().map(|joined| joined.join.facts.clone()).collect();
         let (version, identity, epoch) = (BOOK_VERSION, self.identity, Epoch(1));
         if !probers.is_empty() {
@@ -400,199 +445,13 @@ impl Gone {
 
 /// How long the place of a node that went away is kept for a process that is started in its stead.
 const FREE: Duration = Duration::from_secs(10);
+/// After so long it is said for whom nodes wait. Processes that are started together join within a
+/// second or two, also in Python.
+const FIRST_NOTICE: Duration = Duration::from_secs(5);
+/// The longest pause between two such notices.
+const RAREST_NOTICE: Duration = Duration::from_secs(60);
+/// So many missing nodes are named. More do not fit into a line.
+const SHOWN: usize = 8;
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::job::book::{Job, NodeFacts};
-    use crate::job::link_rate::LinkRate;
-    use poseidon_core::plan::Placement;
-    use poseidon_core::{ChunkSize, Layer, Optimizer, Policy, Rate, Servers};
-
-    const PATIENCE: Duration = Duration::from_secs(60);
-
-    fn seconds(seconds: u64) -> Duration {
-        Duration::from_secs(seconds)
-    }
-
-    fn joining() -> Joining {
-        Joining::new(JobId([7; 16]), PATIENCE)
-    }
-
-    fn job() -> Job {
-        Job {
-            layers: vec![Layer::new("a", 10)],
-            optimizer: Optimizer::default(),
-            chunk: ChunkSize::default(),
-            placement: Placement::Balanced,
-            deterministic: false,
-            consistency: Default::default(),
-            scheme: Policy::Auto,
-            batch: None,
-            checkpoints: crate::Checkpoints::default(),
-        }
-    }
-
-    /// Worker `node` of three.
-    fn words(node: u16) -> Join {
-        let facts = NodeFacts {
-            node: NodeId(node),
-            host: String::new(),
-            rack: None,
-            tcp: String::new(),
-            other_tcp: Vec::new(),
-            unix: None,
-            version: String::new(),
-            tiles: false,
-        };
-        let (workers, servers, lanes, book) = (3, Servers::Colocated, 2, BOOK_VERSION);
-        let (lanes_by_rate, link_rate, job) = (false, LinkRate::Unknown, Some(job()));
-        Join { facts, workers, servers, lanes, lanes_by_rate, link_rate, book, job }
-    }
-
-    /// `node` joins by the connection `connection`, whose address is called after it.
-    fn join(joining: &mut Joining, node: u16, connection: u64, now: Instant) -> Vec<(u64, Value)> {
-        let asker = Asker { connection, request: Some(1) };
-        told(joining.handle_join(asker, words(node), format!("address {connection}"), now))
-    }
-
-    fn told(replies: Vec<Reply>) -> Vec<(u64, Value)> {
-        replies.into_iter().map(|reply| (reply.to.connection, reply.body.value())).collect()
-    }
-
-    fn reason((_, answer): &(u64, Value)) -> &str {
-        answer["reason"].as_str().unwrap_or_else(|| panic!("not a refusal: {answer}"))
-    }
-
-    #[test]
-    fn the_last_node_brings_the_book_to_all() {
-        let (mut joining, now) = (joining(), Instant::now());
-        assert_eq!(join(&mut joining, 2, 12, now), []);
-        assert_eq!(join(&mut joining, 0, 10, now), []);
-        let told = join(&mut joining, 1, 11, now);
-        assert_eq!(told.iter().map(|(to, _)| *to).collect::<Vec<_>>(), [10, 11, 12]);
-        for (_, book) in &told {
-            assert_eq!(book["type"], "book");
-            assert_eq!((&book["epoch"], &book["version"]), (&json!(1), &json!(BOOK_VERSION)));
-            assert_eq!(book["identity"], "07".repeat(16));
-        }
-        let late = join(&mut joining, 1, 13, now);
-        assert_eq!(reason(&late[0]), "the job has started already");
-    }
-
-    #[test]
-    fn a_restarted_process_takes_the_place_of_the_dead_one() {
-        let (mut joining, now) = (joining(), Instant::now());
-        join(&mut joining, 0, 10, now);
-        join(&mut joining, 1, 11, now);
-        let twin = join(&mut joining, 1, 12, now);
-        assert!(reason(&twin[0]).contains("joined already, from address 11"), "{twin:?}");
-        assert!(joining.handle_closed(12, now).is_empty(), "the twin was never in");
-        assert!(joining.handle_closed(11, now).is_empty());
-        assert_eq!(joining.tell("missing"), Some(json!(["worker 1", "worker 2"])));
-        assert_eq!(join(&mut joining, 1, 13, now + seconds(9)), []);
-        assert_eq!(joining.deadline(), Some(now + PATIENCE), "nobody is missed any more");
-        let told = join(&mut joining, 2, 14, now + seconds(20));
-        assert_eq!(told.iter().map(|(to, _)| *to).collect::<Vec<_>>(), [10, 13, 14]);
-    }
-
-    #[test]
-    fn a_place_that_stays_free_ends_the_wait_of_all() {
-        let (mut joining, now) = (joining(), Instant::now());
-        join(&mut joining, 0, 10, now);
-        join(&mut joining, 1, 11, now + seconds(1));
-        joining.handle_closed(11, now + seconds(3));
-        assert_eq!(joining.deadline(), Some(now + seconds(13)));
-        assert!(joining.handle_time(now + seconds(12)).is_empty());
-        let told = told(joining.handle_time(now + seconds(13)));
-        assert_eq!(told.len(), 1);
-        let words = reason(&told[0]);
-        for part in ["worker 1 went away before", "from address 11 12.0s ago", "closed 10.0s ago"] {
-            assert!(words.contains(part), "{words}");
-        }
-        assert!(!words.contains("worker 2"), "it has time left: {words}");
-        assert_eq!(reason(&join(&mut joining, 2, 12, now + seconds(14))[0]), words);
-    }
-
-    #[test]
-    fn a_death_that_nobody_saw_waits_for_somebody_who_does() {
-        let (mut joining, now) = (joining(), Instant::now());
-        join(&mut joining, 1, 11, now);
-        joining.handle_closed(11, now);
-        assert_eq!(joining.deadline(), None);
-        join(&mut joining, 0, 10, now + seconds(100));
-        assert_eq!(joining.deadline(), Some(now + seconds(110)));
-        assert_eq!(join(&mut joining, 1, 12, now + seconds(101)), []);
-    }
-
-    #[test]
-    fn after_the_book_the_first_loss_is_told_to_all_and_a_goodbye_to_nobody() {
-        let (mut joining, now) = (joining(), Instant::now());
-        (0..3).for_each(|node| drop(join(&mut joining, node, 10 + u64::from(node), now)));
-        assert!(joining.handle_leave(12, None, now).is_empty());
-        assert!(joining.handle_closed(12, now).is_empty());
-        let told = told(joining.handle_closed(11, now + seconds(2)));
-        assert_eq!(told.len(), 1);
-        assert_eq!((told[0].0, &told[0].1["node"]), (10, &json!(1)));
-        let why = told[0].1["why"].as_str().unwrap();
-        assert!(why.contains("address 11") && why.contains("2.0s before"), "{why}");
-        assert!(joining.handle_leave(10, Some("lost worker 1".into()), now).is_empty());
-    }
-
-    #[test]
-    fn a_node_that_gives_up_says_why() {
-        let (mut joining, now) = (joining(), Instant::now());
-        (0..3).for_each(|node| drop(join(&mut joining, node, 10 + u64::from(node), now)));
-        let told = told(joining.handle_leave(11, Some("no route".into()), now));
-        assert_eq!(told.iter().map(|(to, _)| *to).collect::<Vec<_>>(), [10, 12]);
-        assert_eq!(told[0].1["why"], "it gave up: no route");
-    }
-
-    #[test]
-    fn a_node_that_reads_another_book_is_refused_with_both_versions() {
-        let (mut joining, now) = (joining(), Instant::now());
-        join(&mut joining, 0, 10, now);
-        let asker = Asker { connection: 11, request: None };
-        let other = Join { book: BOOK_VERSION + 1, ..words(1) };
-        let told = told(joining.handle_join(asker, other, "there".into(), now));
-        assert_eq!(told.len(), 2);
-        for refusal in &told {
-            let words = reason(refusal);
-            let theirs = format!("worker 1 reads version {}", BOOK_VERSION + 1);
-            assert!(words.contains(&theirs), "{words}");
-            assert!(words.contains(&format!("writes version {BOOK_VERSION}")), "{words}");
-        }
-    }
-
-    #[test]
-    fn nodes_of_several_hosts_measure_before_they_have_the_book() {
-        let (mut joining, now) = (joining(), Instant::now());
-        let asker = |node: u16| Asker { connection: node.into(), request: Some(1) };
-        let mut drafts = Vec::new();
-        for node in 0..3 {
-            let mut words = Join { link_rate: LinkRate::Measured, ..words(node) };
-            words.facts.host = format!("host {}", node.min(1));
-            drafts = told(joining.handle_join(asker(node), words, String::new(), now));
-        }
-        assert_eq!(drafts.len(), 3);
-        assert_eq!(
-            (&drafts[2].1["type"], &drafts[2].1["probers"]),
-            (&json!("draft"), &json!([0, 1]))
-        );
-        let mut post = |node: u16, round, sent, later| {
-            let measured = Measured { node: NodeId(node), round, sent, patience_ms: 1000 };
-            let mut replies = joining.handle_measured(asker(node), measured, now);
-            replies.extend(joining.handle_time(now + later));
-            told(replies)
-        };
-        let missing = post(1, 0, None, seconds(2));
-        assert_eq!(missing, [(1, json!({ "type": "missing", "nodes": [0] }))]);
-        let sent = |to, mbit: u64| Some((NodeId(to), Rate::of(mbit * 125_000, 1.0)));
-        post(0, 3, sent(1, 900), seconds(0));
-        post(1, 3, sent(0, 90), seconds(0));
-        let books = post(2, 3, None, seconds(0));
-        assert_eq!(books.len(), 3);
-        assert_eq!(books[0].1["cluster"]["ports"][2], json!({ "number": 1, "rate": 90_000_000 }));
-        assert_eq!(joining.tell("ports.0.rate"), Some(json!(90_000_000)));
-    }
-}
+mod tests;

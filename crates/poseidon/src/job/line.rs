@@ -4,9 +4,10 @@
 use crate::job::book::{BOOK_VERSION, Book};
 use crate::job::control::{Body, Join, Message, Numbered, receive};
 use crate::job::link_rate::Measured;
+use crate::job::patience::Patience;
 use crate::{Error, RendezvousError};
 use poseidon_core::{Cluster, NodeId, Rate};
-use poseidon_link::{Half, Stream};
+use poseidon_link::{Half, Stream, Tagged};
 use serde_json::Value;
 use std::collections::BTreeMap;
 use std::io::{self, ErrorKind, Write};
@@ -301,14 +302,18 @@ impl ControlLine {
         request: Option<u64>,
         wait: &mut Wait<'_>,
     ) -> Result<(), LineError> {
-        let (head, rest) = body.frame(self.me, request);
         let mut writer = self.writer.lock().unwrap_or_else(PoisonError::into_inner);
+        let unused = writer.sealer().cloned();
+        let frame = body.frame(self.me, request, writer.sealer());
         let mut begun = false;
-        for mut bytes in [&head[..], rest] {
+        for mut bytes in [&frame.head[..], frame.rest, &frame.foot] {
             while !bytes.is_empty() {
                 let stretch = wait.stretch().inspect_err(|_| {
                     if begun {
                         writer.hang_up();
+                    } else if let (Some(sealer), Some(unused)) = (writer.sealer(), &unused) {
+                        // The next frame gets the tags that this one would have had.
+                        *sealer = unused.clone();
                     }
                 })?;
                 writer.set_deadline(Some(Instant::now() + stretch));
@@ -434,42 +439,35 @@ impl Drop for Asking<'_> {
     }
 }
 
-/// A thread's wait for the coordinator: until when, and whether the job still goes on.
+/// A thread's wait for the coordinator: how long still, and whether the job still goes on.
 struct Wait<'a> {
-    began: Instant,
-    deadline: Instant,
+    patience: Patience,
     watch: &'a dyn Fn() -> JobState,
-    /// A node that has said goodbye. When it was noticed, the deadline was moved to a few seconds
-    /// later.
+    /// A node that has said goodbye. When it was noticed, the patience became a few seconds.
     departed: Option<NodeId>,
 }
 
 impl<'a> Wait<'a> {
     fn new(patience: Duration, watch: &'a dyn Fn() -> JobState) -> Self {
-        let began = Instant::now();
-        // An `Instant` cannot count every `Duration`. A patience it cannot count is taken for a
-        // year.
-        let deadline =
-            began.checked_add(patience.saturating_add(LAST_WORDS)).unwrap_or(began + YEAR);
-        Self { began, deadline, watch, departed: None }
+        let patience = Patience::new(patience.saturating_add(LAST_WORDS));
+        Self { patience, watch, departed: None }
     }
 
     /// How long to wait before the next look at the job's state. An error if there is nothing left
     /// to wait for.
     fn stretch(&mut self) -> Result<Duration, LineError> {
-        let now = Instant::now();
         match (self.watch)() {
             JobState::Failed => return Err(LineError::Failed),
             JobState::Departed(node) if self.departed.is_none() => {
                 self.departed = Some(node);
                 // The node may have posted before it left. Then the answer is under way.
-                self.deadline = self.deadline.min(now + LAST_WORDS);
+                self.patience.shorten(LAST_WORDS);
             }
             JobState::Departed(_) | JobState::Running => {}
         }
-        let left = self.deadline.saturating_duration_since(now);
+        let left = self.patience.stretch();
         if left.is_zero() {
-            return Err(self.instead_of(LineError::Overdue(self.began.elapsed())));
+            return Err(self.instead_of(LineError::Overdue(self.patience.elapsed())));
         }
         Ok(left.min(GLANCE))
     }
@@ -488,4 +486,3 @@ const GLANCE: Duration = Duration::from_millis(100);
 /// What a node waits beyond its patience: the coordinator's patience begins later than the node's,
 /// and ends with words about who is missing.
 const LAST_WORDS: Duration = Duration::from_secs(5);
-const YEAR: Duration = Duration::from_secs(365 * 24 * 3600);

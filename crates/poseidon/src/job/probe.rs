@@ -14,7 +14,7 @@ use crate::job::link_rate::ROUNDS;
 use mio::{Events, Poll, Token};
 use poseidon_core::wire::{Header, Kind};
 use poseidon_core::{ChunkKey, Clock, LayerId, NodeId, Rate};
-use poseidon_link::Link;
+use poseidon_link::{Link, TAG_SIZE, Tagging};
 use std::collections::VecDeque;
 use std::io::{ErrorKind, IoSlice, IoSliceMut};
 use std::sync::Arc;
@@ -134,12 +134,15 @@ struct End<'a> {
     expects: bool,
     /// Frames that go before the train's next one: their heads.
     ahead: VecDeque<Word>,
-    /// The rest of the frame that is being written.
-    writing: Option<(Vec<u8>, usize)>,
-    head: [u8; Header::SIZE],
+    /// The rest of the frame that is being written: its head, bytes of its payload, and its foot.
+    writing: Option<(Vec<u8>, usize, Vec<u8>)>,
+    /// The header that is being read and its tag, or the tag of the payload.
+    head: [u8; Header::SIZE + TAG_SIZE],
     head_read: usize,
     /// The payload that is still to come of the frame that is being read, and its word.
     reading: Option<(usize, Word)>,
+    /// What the tag of that payload is, as far as it has come.
+    tagging: Option<Tagging>,
 }
 
 /// Bytes on their way to the other node, until they are acknowledged.
@@ -176,9 +179,10 @@ impl<'a> End<'a> {
             expects,
             ahead: VecDeque::new(),
             writing: None,
-            head: [0; Header::SIZE],
+            head: [0; Header::SIZE + TAG_SIZE],
             head_read: 0,
             reading: None,
+            tagging: None,
         }
     }
 
@@ -211,30 +215,55 @@ impl<'a> End<'a> {
         };
         let mut bytes = &scrap[..count];
         while !bytes.is_empty() {
-            if let Some((left, word)) = self.reading {
+            if let Some((left, word)) = self.reading
+                && left > 0
+            {
                 let taken = left.min(bytes.len());
+                if let Some(tagging) = &mut self.tagging {
+                    tagging.update(&bytes[..taken]);
+                }
                 bytes = &bytes[taken..];
-                self.reading = (left > taken).then_some((left - taken, word));
-                if left == taken && word == Word::Last {
-                    self.ahead.push_back(Word::Came);
+                self.reading = Some((left - taken, word));
+                if left == taken && self.tagging.is_none() {
+                    self.end_payload()?;
                 }
                 continue;
             }
-            let taken = bytes.len().min(Header::SIZE - self.head_read);
+            let tag = if self.link.tags().is_some() { TAG_SIZE } else { 0 };
+            let size = if self.reading.is_some() { tag } else { Header::SIZE + tag };
+            let taken = bytes.len().min(size - self.head_read);
             self.head[self.head_read..][..taken].copy_from_slice(&bytes[..taken]);
             self.head_read += taken;
             bytes = &bytes[taken..];
-            if self.head_read == Header::SIZE {
+            if self.head_read == size {
                 self.head_read = 0;
-                self.handle_head(now)?;
+                match self.reading {
+                    Some(_) => self.end_payload()?,
+                    None => self.handle_head(now)?,
+                }
             }
         }
         Ok(true)
     }
 
+    /// A payload is all there, and so is its tag if it has one.
+    fn end_payload(&mut self) -> std::io::Result<()> {
+        if let (Some(tagging), Some(tag)) = (self.tagging.take(), self.head.first_chunk()) {
+            tagging.verify(tag).map_err(|e| std::io::Error::new(ErrorKind::InvalidData, e))?;
+        }
+        if let Some((_, Word::Last)) = self.reading.take() {
+            self.ahead.push_back(Word::Came);
+        }
+        Ok(())
+    }
+
     fn handle_head(&mut self, now: Instant) -> std::io::Result<()> {
         let wrong = |why: String| std::io::Error::new(ErrorKind::InvalidData, why);
-        let header = Header::decode(&self.head).map_err(|e| wrong(e.to_string()))?;
+        let (head, tag) = self.head.split_first_chunk().expect("a header has room");
+        if let (Some(tags), Some(tag)) = (self.link.tags(), tag.first_chunk()) {
+            tags.opener.open(head, tag).map_err(|e| wrong(e.to_string()))?;
+        }
+        let header = Header::decode(head).map_err(|e| wrong(e.to_string()))?;
         let length = header.length as usize;
         let unexpected = || wrong(format!("expected a probe, got {header:?}"));
         if header.kind != Kind::Probe || header.sender != self.node || length > PIECE {
@@ -250,6 +279,9 @@ impl<'a> End<'a> {
             }
             3 if self.expects && length == 0 => self.expects = false,
             _ => return Err(unexpected()),
+        }
+        if self.reading.is_some() {
+            self.tagging = self.link.tags().map(|tags| tags.opener.begin());
         }
         Ok(())
     }
@@ -276,24 +308,26 @@ impl<'a> End<'a> {
 
     /// Whether anything was written.
     fn write(&mut self) -> std::io::Result<bool> {
-        let Some((head, payload)) = self.writing.take().or_else(|| self.next_frame()) else {
+        let Some((head, payload, foot)) = self.writing.take().or_else(|| self.next_frame()) else {
             return Ok(false);
         };
-        let written = self.link.write(&[IoSlice::new(&head), IoSlice::new(&SCRAP[..payload])]);
-        let count = match written {
+        let pieces = [IoSlice::new(&head), IoSlice::new(&SCRAP[..payload]), IoSlice::new(&foot)];
+        let count = match self.link.write(&pieces) {
             Err(e) if e.kind() == ErrorKind::WouldBlock => 0,
             written => written?,
         };
-        let of_payload = count.saturating_sub(head.len());
-        let rest = head[count.min(head.len())..].to_vec();
-        if !rest.is_empty() || payload > of_payload {
-            self.writing = Some((rest, payload - of_payload));
+        let of_head = count.min(head.len());
+        let of_payload = (count - of_head).min(payload);
+        let of_foot = count - of_head - of_payload;
+        if count < head.len() + payload + foot.len() {
+            let (head, foot) = (head[of_head..].to_vec(), foot[of_foot..].to_vec());
+            self.writing = Some((head, payload - of_payload, foot));
         }
         Ok(count > 0)
     }
 
-    /// The next frame's head, and the length of its payload.
-    fn next_frame(&mut self) -> Option<(Vec<u8>, usize)> {
+    /// The next frame's head, the length of its payload, and its foot.
+    fn next_frame(&mut self) -> Option<(Vec<u8>, usize, Vec<u8>)> {
         let (word, length) = match (self.ahead.pop_front(), &mut self.train) {
             (Some(word), _) => (word, 0),
             (None, Some(train)) if !train.ended => {
@@ -309,7 +343,14 @@ impl<'a> End<'a> {
             clock: Clock(0),
             ..Header::bare(Kind::Probe, self.me, length as u32)
         };
-        Some((header.encode().to_vec(), length))
+        let (mut head, mut foot) = (header.encode().to_vec(), Vec::new());
+        if let Some(tags) = self.link.tags() {
+            head.extend(tags.sealer.seal(&header.encode()));
+            if length > 0 {
+                foot.extend(tags.sealer.seal(&SCRAP[..length]));
+            }
+        }
+        Some((head, length, foot))
     }
 }
 
@@ -342,7 +383,7 @@ mod tests {
         // All of a train fits, so that it does not go byte by byte as the other end makes room.
         let capacity = 2 * LONGEST;
         let shape = Shape { delay, bytes_per_second, capacity, ..Shape::default() };
-        let (mut a, mut b) = memory::pair(clock.clone(), shape);
+        let (mut a, mut b) = memory::tagged_pair(clock.clone(), shape);
         let faults = a.faults();
         let base = Instant::now();
         let train = || Some(Train::new(0, base));

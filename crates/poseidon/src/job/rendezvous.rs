@@ -13,11 +13,11 @@ use poseidon_core::{Epoch, JobId, LaneId, NodeId, Rate, Tree};
 use poseidon_link::descriptors::{self, Need, Shortage};
 use poseidon_link::{
     Address, BindError, Caller, ConnectError, Credentials, Listener, SOCKET_BUFFER, Serving,
-    Stream, address, address::Choice, connect, connect_unless,
+    Stream, address, address::Choice, connect, connect_unless, resolve,
 };
 use poseidon_matrix::Unit;
 use std::collections::{BTreeMap, BTreeSet};
-use std::net::{IpAddr, Ipv4Addr, ToSocketAddrs};
+use std::net::{IpAddr, Ipv4Addr};
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
@@ -45,13 +45,14 @@ pub(crate) fn join(config: &Config, job: Option<Job>) -> Result<Joined, Error> {
     descriptors::reserve(need)?;
     let deadline = Instant::now() + config.connect_timeout;
     let credentials = config.credentials();
-    let coordinator = config.serves_coordinator.then(|| serve_coordinator(config)).transpose()?;
+    let coordinator =
+        config.serves_coordinator.then(|| serve_coordinator(config, deadline)).transpose()?;
     let meeting_point = match &coordinator {
         Some(coordinator) => coordinator.address().to_string(),
         None => config.coordinator.clone(),
     };
 
-    let choices = address::choose_each(config.address.as_deref(), &meeting_point)?;
+    let choices = address::choose_each(config.address.as_deref(), &meeting_point, deadline)?;
     for Choice { ip, interface, reason } in &choices {
         let interface = interface.as_deref().unwrap_or("?");
         if ip.is_loopback() {
@@ -63,16 +64,7 @@ pub(crate) fn join(config: &Config, job: Option<Job>) -> Result<Joined, Error> {
     let listener = Listener::bind_each(&choices, config.carrier != Carriers::Tcp)
         .map_err(|e| with_need(e.into(), need))?
         .needing(need);
-    let facts = NodeFacts {
-        node: config.node(),
-        host: config.host.clone().unwrap_or_else(address::host_id),
-        rack: config.rack.clone(),
-        tcp: listener.tcp().to_string(),
-        other_tcp: listener.addresses()[1..].iter().map(ToString::to_string).collect(),
-        unix: listener.unix().map(String::from),
-        version: env!("CARGO_PKG_VERSION").into(),
-        tiles: Unit::available().contains(&Unit::Tiles),
-    };
+    let facts = own_facts(config, &listener, Unit::available().contains(&Unit::Tiles));
     let run = Arc::new(Run::default());
     let (serving, arrivals) = receive_callers(listener, config, &credentials, run.clone())?;
     // This is dropped before the listener is. The listener's drop waits for callers, and callers
@@ -131,10 +123,24 @@ fn tell_lanes(book: &Book, choices: &[Choice]) {
     }
 }
 
-fn serve_coordinator(config: &Config) -> Result<Coordinator, Error> {
+/// What this node says about itself when it joins.
+pub(crate) fn own_facts(config: &Config, listener: &Listener, tiles: bool) -> NodeFacts {
+    NodeFacts {
+        node: config.node(),
+        host: config.host.clone().unwrap_or_else(address::host_id),
+        rack: config.rack.clone(),
+        tcp: listener.tcp().to_string(),
+        other_tcp: listener.addresses()[1..].iter().map(ToString::to_string).collect(),
+        unix: listener.unix().map(String::from),
+        version: env!("CARGO_PKG_VERSION").into(),
+        tiles,
+    }
+}
+
+pub(crate) fn serve_coordinator(config: &Config, deadline: Instant) -> Result<Coordinator, Error> {
     let text = &config.coordinator;
     let resolved =
-        text.to_socket_addrs().map_err(Error::io(format!("coordinator address {text}")))?;
+        resolve(text, deadline).map_err(Error::io(format!("coordinator address {text}")))?;
     let Some(at) = resolved.into_iter().next() else {
         return Err(Error::Config(format!("coordinator address {text} names no host")));
     };
@@ -470,7 +476,12 @@ fn with_need(error: Error, need: Need) -> Error {
 }
 
 /// How to reach `node`: a unix socket if it is on this host, unless told otherwise.
-fn route(config: &Config, book: &Book, node: NodeId, lane: LaneId) -> Result<Address, Error> {
+pub(crate) fn route(
+    config: &Config,
+    book: &Book,
+    node: NodeId,
+    lane: LaneId,
+) -> Result<Address, Error> {
     let (mine, theirs) = (&book.nodes[config.node().index()], &book.nodes[node.index()]);
     let same_host = mine.host == theirs.host;
     match (&theirs.unix, config.carrier) {

@@ -21,6 +21,11 @@ pub(crate) struct Board {
     failure: OnceLock<Error>,
     /// The first node that said goodbye. Written by the lane that heard the goodbye.
     departed: OnceLock<NodeId>,
+    /// Per layer: the clock whose result came last. Written by a lane that has it.
+    answers: Vec<AtomicU64>,
+    /// Per worker, where slow ones may be dropped: clocks that it counted at, and contributions of it
+    /// that came too late. Written by the one lane that there is then.
+    rolls: Vec<[AtomicU64; 2]>,
     /// The first clock at which a worker asked all to stop. `u64::MAX` before that.
     stop: AtomicU64,
     /// Threads that wait: without one, a lane need not touch the gate.
@@ -32,8 +37,10 @@ pub(crate) struct Board {
 }
 
 impl Board {
-    pub(crate) fn new(layers: usize) -> Self {
+    pub(crate) fn new(layers: usize, workers: usize) -> Self {
         Self {
+            answers: (0..layers).map(|_| AtomicU64::new(0)).collect(),
+            rolls: (0..workers).map(|_| Default::default()).collect(),
             pending: (0..layers).map(|_| AtomicUsize::new(0)).collect(),
             finished: (0..layers).map(|_| AtomicU64::new(0)).collect(),
             epoch: Instant::now(),
@@ -64,12 +71,19 @@ impl Board {
         self.lanes.load(Ordering::SeqCst) == 0
     }
 
-    /// Waits until the session has no part on any lane. The parts end on their own deadlines.
-    pub(crate) fn wait_closed(&self) {
+    /// Waits until the session has no part on any lane. `stretch` says how long to wait before it is
+    /// asked again. False when it says zero.
+    pub(crate) fn wait_closed(&self, mut stretch: impl FnMut() -> Duration) -> bool {
         let mut gate = self.gate.lock().unwrap_or_else(PoisonError::into_inner);
         while self.lanes.load(Ordering::SeqCst) > 0 {
-            gate = self.changed.wait(gate).unwrap_or_else(PoisonError::into_inner);
+            let stretch = stretch();
+            if stretch.is_zero() {
+                return false;
+            }
+            let woken = self.changed.wait_timeout(gate, stretch);
+            gate = woken.unwrap_or_else(PoisonError::into_inner).0;
         }
+        true
     }
 
     /// `lanes` lanes are about to work on `layer`.
@@ -84,6 +98,37 @@ impl Board {
         if self.pending[layer.index()].fetch_sub(1, Ordering::SeqCst) == 1 {
             self.wake();
         }
+    }
+
+    /// The result of `clock` is what comes back of `layer`. Called before the layer is reported done.
+    pub(crate) fn note_answer(&self, layer: LayerId, clock: Clock) {
+        self.answers[layer.index()].store(clock.0, Ordering::Relaxed);
+    }
+
+    /// The clock whose result came last of `layer`, which is done.
+    pub(crate) fn answer(&self, layer: LayerId) -> Clock {
+        Clock(self.answers[layer.index()].load(Ordering::Relaxed))
+    }
+
+    /// These workers count at a clock, and late contributions of those have been dropped.
+    pub(crate) fn note_roll(
+        &self,
+        counted: impl Iterator<Item = NodeId>,
+        late: impl Iterator<Item = NodeId>,
+    ) {
+        let add = |worker: NodeId, which: usize| {
+            if let Some(of) = self.rolls.get(worker.index()) {
+                of[which].fetch_add(1, Ordering::Relaxed);
+            }
+        };
+        counted.for_each(|worker| add(worker, 0));
+        late.for_each(|worker| add(worker, 1));
+    }
+
+    /// By worker: the clocks that it counted at, and its contributions that came too late.
+    pub(crate) fn rolls(&self) -> impl Iterator<Item = (u64, u64)> + '_ {
+        let read = |count: &AtomicU64| count.load(Ordering::Relaxed);
+        self.rolls.iter().map(move |[counted, late]| (read(counted), read(late)))
     }
 
     /// The session has failed; the first reason stays.

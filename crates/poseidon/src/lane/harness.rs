@@ -19,7 +19,7 @@ use poseidon_core::{
     ChannelId, ChunkSize, Clock, Cluster, Encoding, Encodings, Epoch, LaneId, Layer, LayerId,
     NodeId, Optimizer, Plan, Reduction, Servers, Shard, Store,
 };
-use poseidon_link::memory::{Faults, Shape, VirtualClock, pair};
+use poseidon_link::memory::{Faults, Shape, VirtualClock, tagged_pair};
 use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::sync::mpsc::{Sender, channel};
@@ -267,7 +267,7 @@ impl World {
                     continue;
                 }
                 for lane in world.cluster.lane_ids() {
-                    let (to_b, to_a) = pair(world.clock.clone(), world.dice.shape());
+                    let (to_b, to_a) = tagged_pair(world.clock.clone(), world.dice.shape());
                     world.pipes.push(Pipe { ends: [a, b], faults: to_b.faults() });
                     links[a.index()][lane.index()].push((b, Box::new(to_b)));
                     links[b.index()][lane.index()].push((a, Box::new(to_a)));
@@ -286,7 +286,7 @@ impl World {
         let layers = self.setup.layers();
         let order = if self.setup.deterministic { Order::Rank } else { Order::Arrival };
         let role = self.cluster.role(me).unwrap();
-        let board = Arc::new(Board::new(layers.len()));
+        let board = Arc::new(Board::new(layers.len(), self.cluster.workers()));
         let counters = Arc::new(Counters::new(layers.len()));
         let matrices = vec![None; layers.len()];
         let lane = |(lane, links): (LaneId, Links)| {
@@ -306,6 +306,7 @@ impl World {
                 counters: counters.clone(),
                 keeper: channel().0,
                 stall: STALL,
+                idle: PATIENCE,
             });
             let mut engine = Engine::new(me, self.cluster.nodes(), links, SILENCE, Duration::ZERO);
             engine.attach(Box::new(part), Duration::ZERO);

@@ -5,10 +5,12 @@
 //! frames.
 //!
 //! * `plan_state`: what the session's plan makes on this lane. `board`: where lanes tell the program
-//!   what is done, and what went wrong.
+//!   what is done, and what went wrong. `farewell`: how long it waits for the others at the end.
 
 pub(crate) mod board;
 pub(crate) mod plan_state;
+
+mod farewell;
 
 #[cfg(test)]
 mod harness;
@@ -21,7 +23,8 @@ use crate::memory::exchange::Exchange;
 use crate::memory::kept::KeptPiece;
 use crate::memory::rule_state::RuleState;
 use board::Board;
-use plan_state::{Awaited, Piece, PlanState};
+use farewell::{Farewell, Vain};
+use plan_state::{Awaited, Breach, Piece, PlanState};
 use poseidon_core::queue::urgency;
 use poseidon_core::wire::{Header, Kind, Terms};
 use poseidon_core::{
@@ -71,6 +74,7 @@ pub(crate) struct SessionLane {
     /// By node: whether it has said goodbye.
     departed: Vec<bool>,
     finishing: bool,
+    farewell: Farewell,
 }
 
 /// Everything a session's part on a lane is made of.
@@ -85,12 +89,16 @@ pub(crate) struct Parts {
     pub(crate) counters: Arc<Counters>,
     pub(crate) keeper: Sender<KeptPiece>,
     pub(crate) stall: Duration,
+    /// How long nothing at all may come, on a dedicated server.
+    pub(crate) idle: Duration,
 }
 
 impl SessionLane {
     pub(crate) fn new(parts: Parts) -> Self {
-        let Parts { id, me, cluster, layers, state, commands, board, counters, keeper, stall } =
-            parts;
+        let Parts { id, me, cluster, layers, state, commands, board, counters, .. } = parts;
+        let Parts { keeper, stall, idle, .. } = parts;
+        let idle = cluster.role(me).is_some_and(|role| !role.worker).then_some(idle);
+        let farewell = Farewell::new(cluster.nodes(), stall, idle);
         let departed = vec![false; cluster.nodes()];
         let members = cluster.partners(me);
         let finishing = false;
@@ -109,6 +117,7 @@ impl SessionLane {
             stall,
             departed,
             finishing,
+            farewell,
         }
     }
 
@@ -200,6 +209,35 @@ impl SessionLane {
         self.finishing && all_departed && !out.has_unsent()
     }
 
+    /// Whether others have said nothing for too long: no goodbye at the end or, on a dedicated server,
+    /// nothing at all.
+    fn check_farewell(&mut self, now: Duration, out: &Outgoing<'_>) -> Result<(), Error> {
+        let any_departed = self.members.iter().any(|node| self.departed[node.index()]);
+        let serves_only = self.cluster.role(self.me).is_some_and(|role| !role.worker);
+        let begun = self.finishing || (serves_only && any_departed);
+        let Some(vain) = self.farewell.poll_vain(begun, now) else { return Ok(()) };
+        let departed = |node: &NodeId| self.departed[node.index()];
+        let name = |node: &NodeId| match self.farewell.last_of(node.index()) {
+            _ if departed(node) => {
+                format!("{}, which does not take this node's", self.cluster.name(*node))
+            }
+            Some((chunk, clock)) => {
+                let (layer, chunk) = (self.layer_name(chunk.layer), chunk.index);
+                let name = self.cluster.name(*node);
+                format!(
+                    "{name} (the last of it: chunk {chunk} of layer '{layer}' at clock {clock})"
+                )
+            }
+            None => self.cluster.name(*node),
+        };
+        let missing = |node: &&NodeId| !departed(node) || out.is_unsent(**node);
+        let nodes = self.members.iter().filter(missing).map(name).collect();
+        Err(match vain {
+            Vain::Goodbyes(waited) => Error::Unfinished { nodes, waited },
+            Vain::Anything(waited) => Error::Idle { nodes, waited },
+        })
+    }
+
     fn check_stalls(&self, now: Duration) -> Result<(), Error> {
         let departed = |n: NodeId| self.departed[n.index()];
         if let Some(awaited) = self.state.awaited().find(|awaited| departed(awaited.from)) {
@@ -269,6 +307,11 @@ impl SessionLane {
         }
     }
 
+    /// A node has broken a rule of the roll call.
+    fn out_of_turn(&self, (node, clock, violation): Breach) -> Error {
+        Error::RollCall { node: self.cluster.name(node), clock, violation }
+    }
+
     /// This node's own worker has broken a rule its shard holds it to.
     fn own_fault(&self, chunk: ChunkKey, violation: Violation) -> Error {
         Error::Violation {
@@ -304,6 +347,7 @@ impl Channel for SessionLane {
     }
 
     fn open(&mut self, header: &Header, now: Duration) -> Result<Landing, Error> {
+        self.farewell.handle_frame(header);
         self.state.open(header, now).map_err(|violation| self.fault_of(header, violation))
     }
 
@@ -316,10 +360,7 @@ impl Channel for SessionLane {
     }
 
     fn sent(&mut self, sent: Sent) -> bool {
-        if sent.receipt != GOODBYE {
-            self.state.sent(sent);
-        }
-        false
+        sent.receipt != GOODBYE && self.state.sent(sent)
     }
 
     fn handle_goodbye(&mut self, from: NodeId) {
@@ -333,6 +374,17 @@ impl Channel for SessionLane {
             Gone::Lost(how) => Err(self.lost(node, how.clone())),
             Gone::Garbage(why) => {
                 Err(Error::Garbage { node: self.cluster.name(node), why: why.clone() })
+            }
+            Gone::Changed(header) => {
+                let frame = match header.filter(|header| header.channel == self.id) {
+                    Some(Header { kind: Kind::Abort, .. }) => "its last words".into(),
+                    Some(Header { chunk, clock, .. }) => {
+                        let layer = self.layer_name(chunk.layer);
+                        format!("layer '{layer}', chunk {}, clock {clock}", chunk.index)
+                    }
+                    None => "its header".into(),
+                };
+                Err(Error::Changed { node: self.cluster.name(node), frame })
             }
         }
     }
@@ -371,6 +423,11 @@ impl Channel for SessionLane {
         }
         let worked = self.state.work(now);
         worked.map_err(|(chunk, violation)| self.own_fault(chunk, violation))?;
+        let attended = self.state.attend(now, |node, message| {
+            out.send(node, message);
+        });
+        attended.map_err(|breach| self.out_of_turn(breach))?;
+        polled.wake = self.state.next_roll();
         self.state.poll_completed(|node, message| {
             out.send(node, message);
         });
@@ -380,6 +437,9 @@ impl Channel for SessionLane {
         }
         polled.busy = self.state.has_own_work();
         polled.over = self.is_over(out);
+        if !polled.over {
+            self.check_farewell(now, out)?;
+        }
         Ok(polled)
     }
 

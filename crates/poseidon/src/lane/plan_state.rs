@@ -4,14 +4,19 @@
 //! It knows nothing of links: frames come in through `open`, `combine` and `landed`, and go out
 //! through the closures given to `handle_send`, `handle_send_factors` and `poll_completed`.
 
+mod attendance;
 mod carried;
+mod noted;
 
 use crate::engine::channel::{Landing, Sent};
 use crate::engine::outbox::{Message, Payload};
 use crate::lane::board::Board;
 use crate::memory::exchange::{Exchange, Lent};
 use crate::memory::factors::{FactorMatrices, Rows};
+use attendance::Attendance;
+pub(crate) use attendance::Breach;
 pub(crate) use carried::Piece;
+use noted::Noted;
 use poseidon_core::queue::urgency;
 use poseidon_core::store::{Completed, Contribution, Outcome, Stall, Way};
 use poseidon_core::syncer::Part;
@@ -49,8 +54,12 @@ pub(crate) struct PlanState {
     /// By node: the frame whose payload comes from it now, and where the payload goes.
     arriving: Vec<Option<(Header, Arriving)>>,
     board: Arc<Board>,
+    /// Who counts, where slow workers may be dropped.
+    attendance: Option<Attendance>,
     /// The results are too many bytes to be still in a cache when the program gets to them.
     results_are_large: bool,
+    /// When layers came, left and were done. Tests may have none.
+    noted: Option<Noted>,
 }
 
 /// Results of this many bytes or more go past the cache. With fewer bytes two workers of a host are
@@ -82,6 +91,8 @@ enum Arriving {
     Result,
     /// Straight into the matrix where factors meet: rows of this worker.
     Rows(NodeId, Rows),
+    /// A word of the roll call, with a byte for each worker if it is a roll.
+    Attendance(Vec<u8>),
 }
 
 /// The receipt of a result that a shard holds. The receipt of any other message is its layer's
@@ -110,7 +121,9 @@ impl PlanState {
             syncer.encodings().down.bytes(values)
         };
         let results: usize = syncers.iter().map(bytes).sum();
+        let parts = syncers.iter().map(|syncer| syncer.parts().len()).sum();
         Self {
+            attendance: Attendance::new(me.node, cluster, plan.consistency(), parts),
             results_are_large: results * usize::from(cluster.lanes()) >= LARGE,
             gathers: layers.zip(matrices).map(gathering).collect(),
             epoch: plan.epoch,
@@ -126,6 +139,7 @@ impl PlanState {
             completed: Vec::new(),
             passing: Vec::new(),
             board,
+            noted: None,
         }
     }
 
@@ -148,6 +162,17 @@ impl PlanState {
         }
         if self.exchanges[layer.index()].is_none() {
             syncer.handle_send(exchange.clock);
+            self.noted.iter_mut().for_each(|noted| noted.begun(layer, exchange.clock));
+        }
+        if let Some(attendance) = self.attendance.as_mut().filter(|_| exchange.kind == Kind::Push) {
+            // Which clock a worker is at must be true of all its layers.
+            if self.exchanges.iter().flatten().any(|other| other.clock < exchange.clock) {
+                let violation = Violation::Unanswered(exchange.clock);
+                return Err((ChunkKey { layer, index: 0 }, violation));
+            }
+            let parts = syncer.parts().iter().filter(is_ready).count();
+            let sent = attendance.handle_send(exchange.clock, exchange.terms.marks, parts);
+            sent.map_err(|violation| (ChunkKey { layer, index: 0 }, violation))?;
         }
         for part in syncer.parts().iter().filter(is_ready) {
             let header = contribution(self.me.node, part.key, &part.range, &exchange);
@@ -190,6 +215,7 @@ impl PlanState {
             .handle_send(clock, rows, terms.rate, terms.marks.wait_for_all())
             .map_err(|violation| (ChunkKey { layer, index: 0 }, violation))?;
         *in_flight = true;
+        self.noted.iter_mut().for_each(|noted| noted.begun(layer, clock));
         self.board.note_marks(terms.marks, Clock(clock.0 + layout.lead));
         for (chunk, range) in chunks {
             let length = layout.encoding.bytes(range.len()) as u32;
@@ -220,7 +246,7 @@ impl PlanState {
             }
             Kind::Update => {
                 let layer = header.chunk.layer.index();
-                let syncer = self.syncers.get(layer).ok_or(Violation::UnknownChunk)?;
+                let syncer = self.syncers.get_mut(layer).ok_or(Violation::UnknownChunk)?;
                 let range = syncer.handle_update(header)?;
                 let exchange = self.exchanges[layer].clone().ok_or(Violation::NotInFlight)?;
                 let region = Lent { exchange, range }.result_region();
@@ -247,6 +273,11 @@ impl PlanState {
                 let landing = Landing::Assign { region: rows.room_region(), past_cache: false };
                 (landing, Arriving::Rows(worker, rows))
             }
+            Kind::Ready | Kind::Late | Kind::Roll => {
+                let attendance = self.attendance.as_ref().ok_or(Violation::WrongKind)?;
+                attendance.judge(header)?;
+                (Landing::Combine { width: 1 }, Arriving::Attendance(Vec::new()))
+            }
             _ => return Err(Violation::WrongKind),
         };
         self.arriving[header.sender.index()] = Some((*header, arriving));
@@ -255,9 +286,13 @@ impl PlanState {
 
     /// The next piece of the contribution from `from` that `open` let in.
     pub(crate) fn combine(&mut self, from: NodeId, piece: &[u8]) {
-        if let Some((_, Arriving::Sum { sum, lent })) = &mut self.arriving[from.index()] {
-            let lent = lent.as_mut().map(Lent::sum);
-            self.store.handle_piece(sum, piece, lent);
+        match &mut self.arriving[from.index()] {
+            Some((_, Arriving::Sum { sum, lent })) => {
+                let lent = lent.as_mut().map(Lent::sum);
+                self.store.handle_piece(sum, piece, lent);
+            }
+            Some((_, Arriving::Attendance(bytes))) => bytes.extend_from_slice(piece),
+            _ => {}
         }
     }
 
@@ -279,6 +314,11 @@ impl PlanState {
                     self.pass_on(header, route, Payload::Region(lent.result_region()));
                 }
                 self.handle_landed(chunk);
+            }
+            Arriving::Attendance(bytes) => {
+                if let Some(attendance) = &mut self.attendance {
+                    attendance.handle_word(header, bytes);
+                }
             }
             Arriving::Rows(worker, rows) => {
                 // Everybody hears of a mark at one clock: when it is certain that its factors have come.
@@ -375,6 +415,7 @@ impl PlanState {
             let to_me = way == Way::Down || way == Way::To(self.me.node);
             if let Some(lent) = lent.filter(|_| to_me) {
                 self.board.note_marks(marks, clock);
+                self.syncers[layer].handle_own(clock);
                 lent.land(&result);
                 self.handle_landed(key);
             }
@@ -389,8 +430,9 @@ impl PlanState {
         }
     }
 
-    /// A link has taken the whole of a message.
-    pub(crate) fn sent(&mut self, sent: Sent) {
+    /// A link has taken the whole of a message. True if others have to be told that this was the last one
+    /// of a contribution.
+    pub(crate) fn sent(&mut self, sent: Sent) -> bool {
         match sent {
             Sent { receipt: HELD_RESULT, payload: Payload::Shared(result) } => {
                 self.store.release(result);
@@ -399,10 +441,13 @@ impl PlanState {
             Sent { receipt: layer, .. } => {
                 let layer = LayerId(layer as u32);
                 self.unsent[layer.index()] -= 1;
+                self.note_out(layer);
                 self.finish_if_done(layer);
                 self.finish_if_gathered(layer);
+                return self.attendance.is_some() && self.is_all_sent();
             }
         }
+        false
     }
 
     /// A frame whose payload is on its way in.
@@ -484,6 +529,8 @@ impl PlanState {
             // The lane lets go of the memory before it reports so: the session takes the memory
             // back at once.
             drop(exchange);
+            self.board.note_answer(layer, self.syncers[layer.index()].answer());
+            self.noted.iter_mut().for_each(|noted| noted.done(layer));
             self.board.finish_part(layer);
         }
     }
@@ -498,6 +545,7 @@ impl PlanState {
         }
         let done = gather.is_gathered() && self.unsent[layer.index()] == 0;
         if done && std::mem::take(&mut gathering.in_flight) {
+            self.noted.iter_mut().for_each(|noted| noted.done(layer));
             self.board.finish_part(layer);
         }
     }

@@ -2,6 +2,7 @@
 
 pub mod buffer;
 
+pub(crate) mod available;
 pub(crate) mod exchange;
 pub(crate) mod factors;
 pub(crate) mod kept;

@@ -47,7 +47,8 @@ impl Group {
         let id = ChannelId::FIRST;
         let driver = node.lane_of_group(id).clone();
         let members = Members::new(&node.book.cluster, rank, ranks, names)?;
-        Ok(Self::open(id, members, driver, node))
+        let recorder = node.observed.recorder.clone();
+        Ok(Self::open(id, members, driver, recorder, node))
     }
 
     /// Another group, among some ranks of this one and on the same links. Those that `ranks` names call
@@ -78,7 +79,8 @@ impl Group {
         let id = node.open_channel(name, &nodes, None, patience, &|| JobState::Running)?;
         let driver = node.lane_of_group(id).clone();
         let members = Members::new(&node.book.cluster, own as u16, nodes, names)?;
-        Ok(Self::open(id, members, driver, node))
+        let recorder = node.observed.recorder.clone();
+        Ok(Self::open(id, members, driver, recorder, node))
     }
 
     /// Tells the links of this group from those of every other job. `None` if no other group can be
@@ -106,7 +108,8 @@ impl Node {
         let ranks = cluster.worker_ids().collect();
         let driver = self.lane_of_group(id).clone();
         let members = Members::new(cluster, self.me.0, ranks, names)?;
-        Ok(Group::open(id, members, driver, self.clone()))
+        let recorder = self.observed.recorder.clone();
+        Ok(Group::open(id, members, driver, recorder, self.clone()))
     }
 
     /// Agrees with the other members on a channel called `name`. `watch` tells what the lanes know

@@ -1,12 +1,15 @@
 //! One process of a job: its links, shared by all its sessions and groups.
 //!
 //! * `session_parts`: what one session has on all lanes. `groups`: how groups are opened. `budget`:
-//!   how the node's budget is changed. `devices`: the copiers of its devices.
+//!   how the node's budget is changed. `devices`: the copiers of its devices. `observed`: what people
+//!   can see of the node. `metrics`: the same as Prometheus reads it.
 
 mod budget;
 pub(crate) mod checkpoint;
 mod devices;
 mod groups;
+mod metrics;
+mod observed;
 pub(crate) mod session_parts;
 
 use crate::Error;
@@ -19,6 +22,7 @@ use crate::job::coordinator::Coordinator;
 use crate::job::line::ControlLine;
 use crate::job::rendezvous::{Joined, join};
 use budget::NodeBudget;
+use observed::Observed;
 use poseidon_core::{Budget, ChannelId, LaneId, NodeId};
 use poseidon_link::Serving;
 use std::sync::Arc;
@@ -37,6 +41,8 @@ pub(crate) struct Node {
     lanes: Vec<Arc<Driver>>,
     /// What the lanes together may send to other hosts.
     budget: Arc<NodeBudget>,
+    /// What people can see of the node.
+    pub(crate) observed: Observed,
     /// What turns strangers away, and the coordinator if this process serves it.
     listeners: Option<(Serving, Option<Coordinator>)>,
     /// Whether the connection to the coordinator outlives the node. Written once, by the program.
@@ -60,9 +66,12 @@ impl Node {
         let mut lanes = Vec::new();
         let epoch = Instant::now();
         let budget = Arc::new(Budget::new(config.bandwidth_budget, links.len()));
+        let observed = Observed::start(config, book.clone(), epoch)?;
         for (lane, links) in links.into_iter().enumerate() {
             let engine = Engine::new(me, nodes, links, config.silence, epoch.elapsed())
-                .within(budget.clone());
+                .within(budget.clone())
+                .called(book.cluster.name(me))
+                .recorded(observed.recorder.clone(), lane as u32);
             let core = cores.get(lane % cores.len().max(1)).copied();
             let name = book.cluster.name(me);
             lanes.push(Driver::start(engine, epoch, name, core, crowded)?);
@@ -73,7 +82,14 @@ impl Node {
         let config = config.clone();
         let listeners = Some((serving, coordinator.or(own)));
         let stays = AtomicBool::new(false);
-        Ok(Arc::new(Self { me, config, book, line, lanes, budget, listeners, stays }))
+        let node = Self { me, config, book, line, lanes, budget, observed, listeners, stays };
+        Ok(Arc::new(node))
+    }
+
+    /// Fails in a process that was forked from the node's: it has none of the node's threads, and the
+    /// connections are not its own.
+    pub(crate) fn check_owner(&self) -> Result<(), Error> {
+        self.lanes.first().map_or(Ok(()), |lane| lane.check_owner())
     }
 
     /// What drives `lane`.
@@ -89,8 +105,7 @@ impl Node {
 
 impl Drop for Node {
     fn drop(&mut self) {
-        if self.lanes.iter().any(|lane| lane.check_owner().is_err()) {
-            // A process forked from the node's has none of its threads, and the sockets are not its own.
+        if self.check_owner().is_err() {
             std::mem::forget(self.listeners.take());
             return;
         }
@@ -98,6 +113,7 @@ impl Drop for Node {
         let deadline = Instant::now() + LAST_WORDS;
         let left = || deadline.saturating_duration_since(Instant::now());
         self.lanes.iter().for_each(|lane| lane.wait_stopped(left()));
+        self.observed.write();
         if self.stays.load(Ordering::Relaxed) {
             // The system closes them when the process ends, and not before.
             std::mem::forget((self.listeners.take(), self.line.clone()));

@@ -5,19 +5,23 @@ use crate::Error;
 use crate::engine::driver::Driver;
 use crate::engine::traffic::Counters;
 use crate::job::book::Book;
+use crate::job::patience::Patience;
 use crate::lane::board::Board;
 use crate::lane::plan_state::PlanState;
 use crate::lane::{Command, Parts, SessionLane};
+use crate::memory::available::{Available, available};
 use crate::memory::exchange::Exchange;
 use crate::memory::factors::FactorMatrices;
 use crate::memory::kept::KeptPiece;
+use crate::trace::{SessionTrace, What};
 use poseidon_checkpoint::Checkpoint;
 use poseidon_core::wire::Terms;
-use poseidon_core::{ChannelId, Clock, LaneId, Layer, LayerId, Plan, Shard, Store};
+use poseidon_core::{ChannelId, Clock, LaneId, Layer, LayerId, NodeId, Plan, Shard, Store};
 use std::collections::BTreeSet;
 use std::ops::Range;
 use std::sync::mpsc::{self, Receiver, Sender};
 use std::sync::{Arc, Mutex};
+use std::time::Duration;
 
 /// A session's parts on all lanes, and what these parts share with the program.
 pub(crate) struct SessionParts {
@@ -26,6 +30,8 @@ pub(crate) struct SessionParts {
     pub(crate) plan: Plan,
     pub(crate) board: Arc<Board>,
     pub(crate) counters: Arc<Counters>,
+    /// What is noted of the session.
+    pub(crate) trace: Arc<SessionTrace>,
     /// By layer: where its factors meet, if it goes by factors. No layer has any on a dedicated
     /// server.
     pub(crate) matrices: Matrices,
@@ -42,6 +48,7 @@ pub(crate) struct SessionParts {
 /// A layer that goes out piece by piece, from a thread beside the program.
 pub(crate) struct Consignment {
     pub(crate) board: Arc<Board>,
+    trace: Arc<SessionTrace>,
     layer: LayerId,
     /// By lane.
     mailboxes: Arc<[Mailbox]>,
@@ -73,15 +80,30 @@ impl SessionParts {
         checkpoint: Option<&Checkpoint>,
     ) -> Result<Self, Error> {
         let plan = book.plan();
+        if let Some(available) = available() {
+            check_memory(&book, &plan, node.me, &available)?;
+        }
         let layers: Arc<[Layer]> = book.job.layers.clone().into();
-        let board = Arc::new(Board::new(layers.len()));
+        let board = Arc::new(Board::new(layers.len(), book.cluster.workers()));
         let counters = Arc::new(Counters::new(layers.len()));
+        let trace = node.observed.open(id, &book, &counters);
         let (lanes_of, lanes) = (lanes_of(&plan), Arc::default());
         let matrices = Vec::new();
         let (keeper, kept) = mpsc::channel();
         let kept = Arc::new(Mutex::new(Some(kept)));
-        let mut parts =
-            Self { id, book, plan, board, counters, matrices, keeper, kept, lanes, lanes_of };
+        let mut parts = Self {
+            id,
+            book,
+            plan,
+            board,
+            counters,
+            trace,
+            matrices,
+            keeper,
+            kept,
+            lanes,
+            lanes_of,
+        };
         let (mut states, matrices) = parts.prepare(node, &parts.book);
         parts.matrices = matrices;
         if let Some(checkpoint) = checkpoint {
@@ -104,6 +126,7 @@ impl SessionParts {
                 counters: parts.counters.clone(),
                 keeper: parts.keeper.clone(),
                 stall: node.config.timeout,
+                idle: node.config.idle,
             });
             let driver = node.lane(lane).clone();
             driver.attach(Box::new(part));
@@ -132,7 +155,8 @@ impl SessionParts {
             let board = self.board.clone();
             LaneState {
                 lane,
-                state: PlanState::new(shard, cluster, &plan, store, &matrices, board),
+                state: PlanState::new(shard, cluster, &plan, store, &matrices, board)
+                    .recorded(self.trace.clone()),
             }
         };
         (cluster.lane_ids().map(state).collect(), matrices)
@@ -167,7 +191,7 @@ impl SessionParts {
     pub(crate) fn consign_to(&self, layer: LayerId, lanes: Arc<[LaneId]>) -> Consignment {
         self.board.begin(layer, lanes.len() + 1);
         let (board, mailboxes) = (self.board.clone(), self.lanes.clone());
-        Consignment { board, layer, mailboxes, lanes }
+        Consignment { board, trace: self.trace.clone(), layer, mailboxes, lanes }
     }
 
     /// Has the lanes send this worker's factors, which are in their place.
@@ -200,9 +224,14 @@ impl SessionParts {
     }
 
     /// Waits until the session has no part on any lane any more. The parts end on their own
-    /// deadlines.
-    pub(crate) fn wait_closed(&self) -> Result<(), Error> {
-        self.board.wait_closed();
+    /// deadlines, `patience` is for parts that do not. Without it, the parts decide alone.
+    pub(crate) fn wait_closed(&self, patience: Option<Duration>) -> Result<(), Error> {
+        let mut left = patience.map(Patience::new);
+        let stretch = || left.as_mut().map_or(Patience::LONGEST, Patience::stretch);
+        if !self.board.wait_closed(stretch) {
+            let (nodes, waited) = (vec!["this node's own lanes".into()], patience);
+            return Err(Error::Unfinished { nodes, waited: waited.unwrap_or_default() });
+        }
         self.board.failure().map_or(Ok(()), Err)
     }
 }
@@ -221,6 +250,11 @@ impl Consignment {
             let command = Command::SendFactors { layer: self.layer, clock, rows, terms };
             self.mailboxes[lane.index()].send(command);
         }
+    }
+
+    /// Something has happened on the device to the layer, which is at `clock`.
+    pub(crate) fn note(&self, what: What, clock: Clock) {
+        self.trace.happened(what, self.layer.index(), clock.0);
     }
 
     /// Whether all lanes have finished their part.
@@ -255,4 +289,53 @@ fn lanes_of(plan: &Plan) -> Vec<Arc<[LaneId]>> {
     let lanes =
         |layer| plan.layer_chunks(layer).map(|(_, shard)| shard.lane).collect::<BTreeSet<_>>();
     layers.map(|layer| lanes(layer).into_iter().collect()).collect()
+}
+
+/// Refuses a job whose parameters, update rules and factors surely do not fit into this node's memory,
+/// before any of it is taken.
+fn check_memory(book: &Book, plan: &Plan, me: NodeId, available: &Available) -> Result<(), Error> {
+    let works = book.cluster.role(me).is_some_and(|role| role.worker);
+    let mut need: u64 = 0;
+    for (layer, id) in book.job.layers.iter().zip((0..).map(LayerId)) {
+        let held = plan.layer_chunks(id).filter(|(_, shard)| shard.node == me);
+        let held: usize = held.map(|(key, _)| plan.len(key)).sum();
+        let rule = book.job.rule(id);
+        let vectors = if rule.is_stateless() { 0 } else { 1 + rule.state_vectors() };
+        let factors = plan.factors(id).filter(|_| works);
+        let factors = factors.map_or(0, |layout| layout.encoding.bytes(layout.len()));
+        let bytes = (held * size_of::<f32>()).saturating_mul(vectors).saturating_add(factors);
+        need = need.saturating_add(bytes as u64);
+        if need > available.bytes {
+            let Available { bytes: most, by } = available.clone();
+            let (layer, bytes) = (layer.name.clone(), bytes as u64);
+            return Err(Error::Memory { layer, bytes, need, most, by });
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::job::book::tests::book;
+    use poseidon_core::Optimizer;
+
+    #[test]
+    fn a_job_that_cannot_fit_is_refused_with_its_layer() {
+        let mut book = book();
+        book.job.optimizer = "sgd:momentum=0.9".parse::<Optimizer>().unwrap();
+        book.job.layers = vec![Layer::new("small", 1000), Layer::new("large", 1 << 20)];
+        let plan = book.plan();
+        let check = |bytes| {
+            let by = "a test".to_owned();
+            check_memory(&book, &plan, NodeId(0), &Available { bytes, by })
+        };
+        // Half of the parameters is here, and of what the rule remembers.
+        let need = ((1 << 20) + 1000) / 2 * 8;
+        assert!(check(need + 8000).is_ok());
+        let words = check(need - 8000).unwrap_err().to_string();
+        for fact in ["'large'", "a test", "4194304 bytes"] {
+            assert!(words.contains(fact), "{words}");
+        }
+    }
 }

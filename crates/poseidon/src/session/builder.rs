@@ -81,7 +81,10 @@ impl Builder {
 
     /// How far apart the clocks of workers may be. Default: all workers take every step together.
     /// Otherwise the shards must keep the parameters, and the last step must be
-    /// [taken together](Session::step_together).
+    /// [taken together](Session::step_together). Where slow workers may be
+    /// [dropped](Consistency::DropSlowest), a worker that came too late goes on with the result of a later
+    /// clock: [`Received::clock`](crate::session::Received::clock) says with which. A worker then receives all
+    /// layers before it sends one again.
     pub fn consistency(mut self, consistency: Consistency) -> Self {
         self.job.consistency = consistency;
         self
@@ -115,13 +118,17 @@ impl Builder {
 
     /// Finds the other nodes and opens links to them. Returns when the whole cluster is there.
     pub fn start(self) -> Result<Session, Error> {
-        let config = self.config.clone();
+        let mut config = self.config.clone();
         if let Member::Server(index) = config.member {
             return Err(Error::Config(format!(
                 "this process is server {index}: a session is for workers, servers call serve"
             )));
         }
         let (job, rate, rebuild_threads) = self.check()?;
+        if job.consistency.drops() > 0 {
+            // One lane decides for all layers who counts.
+            (config.lanes, config.lanes_by_rate) = (1, false);
+        }
         let node = Node::start(&config, Some(job), None)?;
         let book = node.book.clone();
         Session::open(node, ChannelId::FIRST, book, rate, rebuild_threads)

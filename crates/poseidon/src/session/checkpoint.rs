@@ -94,7 +94,7 @@ impl Session {
             if let Some(kept) = lock(&self.parts.kept).take() {
                 return Ok(kept);
             }
-            self.parts.board.failure().map_or(Ok(()), Err)?;
+            self.check_running()?;
             if Instant::now() > deadline {
                 let why = format!("the last one has not been written for {SLOWEST:?}");
                 return Err(Error::Checkpoint { step, why });

@@ -13,17 +13,15 @@ use crate::memory::on_device::OnDevice;
 use crate::node::session_parts::Consignment;
 use crate::session::Session;
 use crate::session::layers::{InFlight, LayerState};
+use crate::trace::What;
 use crate::{Buffer, Error, LayerId};
-use poseidon_core::wire::{Kind, Marks, Terms};
-use poseidon_core::{Clock, Encoding, Encodings, Epoch, LaneId, NodeId, Scheme, copies};
+use poseidon_core::wire::{Kind, Terms};
+use poseidon_core::{Clock, Encoding, Encodings, Epoch, LaneId, NodeId, copies};
 use poseidon_device::{
     Cargo, Collected, Copier, Copy, Fault, Pinned, Registered, SharedEvent, Stream,
 };
 use std::ops::Range;
 use std::sync::Arc;
-
-/// What errors call it.
-const WHAT: &str = "memory on a device";
 
 /// What a layer on a device passes through.
 #[derive(Debug)]
@@ -132,7 +130,7 @@ impl Session {
         into: OnDevice,
         stream: u64,
     ) -> Result<(), Error> {
-        let mut state = self.state(layer)?;
+        let (begin, mut state) = (self.parts.trace.now(), self.state(layer)?);
         let (matrices, clock, terms) = self.check_gather(layer, &state, &into)?;
         let width = matrices.layout.width();
         let len: usize = parts.iter().map(|part| part.len).sum();
@@ -159,7 +157,7 @@ impl Session {
         let step = (clock, rows, terms);
         let cargo = FactorCargo::new(self, layer, &pinned, step, copies.len(), (parts, into));
         self.order(layer, &copier, cargo, copies, stream, &arrived)?;
-        state.in_flight = Some(InFlight::Gathered(clock));
+        self.note_sent(&mut state, layer, InFlight::Gathered(clock), begin);
         Ok(())
     }
 
@@ -172,7 +170,7 @@ impl Session {
         into: OnDevice,
         stream: u64,
     ) -> Result<(), Error> {
-        let mut state = self.state(layer)?;
+        let (begin, mut state) = (self.parts.trace.now(), self.state(layer)?);
         let (matrices, clock, terms) = self.check_gather(layer, &state, &into)?;
         let parts: Vec<_> = parts.iter().map(|part| FactorBytes::from(*part)).collect();
         let rows = matrices
@@ -185,7 +183,7 @@ impl Session {
         let mut cargo = FactorCargo::new(self, layer, &pinned, step, 0, (Vec::new(), into));
         cargo.is_written = true;
         self.order(layer, &copier, cargo, Vec::new(), stream, &arrived)?;
-        state.in_flight = Some(InFlight::Gathered(clock));
+        self.note_sent(&mut state, layer, InFlight::Gathered(clock), begin);
         Ok(())
     }
 
@@ -214,22 +212,6 @@ impl Session {
         Ok(Some(beyond))
     }
 
-    /// Whether what was sent last comes back to a device, or to host memory, as it is asked for.
-    pub(super) fn check_receiver(&self, layer: LayerId, on_device: bool) -> Result<(), Error> {
-        let is_on_device = match &self.state(layer)?.in_flight {
-            None => return Ok(()),
-            Some(InFlight::Chunks(exchange)) => exchange.landings.is_some(),
-            Some(InFlight::Gathered(_)) => true,
-            Some(InFlight::Factors { .. }) => false,
-        };
-        let why = match (is_on_device, on_device) {
-            (true, false) => "it was sent from the device: use receive_on_device",
-            (false, true) => "it was sent from host memory: use receive",
-            _ => return Ok(()),
-        };
-        Err(Error::Device { what: self.named(layer), why: why.into() })
-    }
-
     /// Sends a layer through its stage.
     fn carry(
         &self,
@@ -240,7 +222,8 @@ impl Session {
         stream: u64,
         exchange: impl FnOnce(Buffer, Arc<Landings>) -> Exchange,
     ) -> Result<(), Error> {
-        self.parts.board.failure().map_or(Ok(()), Err)?;
+        self.check_running()?;
+        let begin = self.parts.trace.now();
         let copier = from.copier.clone();
         into.iter().try_for_each(|into| self.check_copier(layer, into, &copier))?;
         let (arrived, stage) = self.stage(layer, state, &copier)?;
@@ -262,7 +245,7 @@ impl Session {
             _lent: (from, into),
         };
         self.order(layer, &copier, cargo, copies, stream, &arrived)?;
-        state.in_flight = Some(InFlight::Chunks(exchange));
+        self.note_sent(state, layer, InFlight::Chunks(exchange), begin);
         Ok(())
     }
 
@@ -346,79 +329,7 @@ impl Session {
         Ok(Stage { copier: copier.clone(), arrived, epoch: self.parts.plan.epoch, memory })
     }
 
-    /// Whether the layer's factors may be gathered now: where they meet, their clock and terms.
-    fn check_gather(
-        &self,
-        layer: LayerId,
-        state: &LayerState,
-        into: &OnDevice,
-    ) -> Result<(Arc<FactorMatrices>, Clock, Terms), Error> {
-        let Some(matrices) = self.layers.matrices(layer) else {
-            let instead = "send its gradient instead of factors";
-            let (layer, scheme) = (self.name(layer), Scheme::Ps);
-            return Err(Error::Scheme { layer, scheme, instead });
-        };
-        let (expected, got) = (matrices.layout.len(), into.len);
-        if expected != got {
-            let why =
-                format!("room for {expected} numbers is needed on the device, there is for {got}");
-            return Err(Error::Factors { layer: self.name(layer), why });
-        }
-        self.check_encoding(layer, into, matrices.layout.encoding)?;
-        self.check_landed(layer, state)?;
-        let terms = self.check_step(layer, state)?;
-        let refuse = |why: &str| {
-            let layer = self.name(layer);
-            Err(Error::Config(format!("layer '{layer}' is rebuilt by the program: {why}")))
-        };
-        if matrices.layout.lead > 0 {
-            return refuse("on a device that needs 'bsp'");
-        }
-        if terms.marks.contains(Marks::KEEP) {
-            return refuse("the program has to save it");
-        }
-        self.parts.board.failure().map_or(Ok(()), Err)?;
-        Ok((matrices.clone(), state.clock.next(), terms))
-    }
-
-    /// Whether `memory` has the layer's length and elements of type `encoding`.
-    fn check_memory(
-        &self,
-        layer: LayerId,
-        memory: &OnDevice,
-        encoding: Encoding,
-    ) -> Result<(), Error> {
-        self.check_length(layer, WHAT, memory.len)?;
-        self.check_encoding(layer, memory, encoding)
-    }
-
-    fn check_encoding(
-        &self,
-        layer: LayerId,
-        memory: &OnDevice,
-        expected: Encoding,
-    ) -> Result<(), Error> {
-        match memory.encoding {
-            got if got == expected => Ok(()),
-            got => Err(Error::Encoding { layer: self.name(layer), what: WHAT, expected, got }),
-        }
-    }
-
-    /// Whether `memory` is on the device of `copier`.
-    fn check_copier(
-        &self,
-        layer: LayerId,
-        memory: &OnDevice,
-        copier: &Arc<Copier>,
-    ) -> Result<(), Error> {
-        if Arc::ptr_eq(&memory.copier, copier) {
-            return Ok(());
-        }
-        let why = "what is sent and where its result goes are on different devices".into();
-        Err(Error::Device { what: self.named(layer), why })
-    }
-
-    fn named(&self, layer: LayerId) -> String {
+    pub(super) fn named(&self, layer: LayerId) -> String {
         format!("layer '{}'", self.name(layer))
     }
 
@@ -473,6 +384,9 @@ impl Cargo for LayerCargo {
     fn left(&mut self, index: usize) {
         if let (Some(exchange), Some(piece)) = (&self.exchange, self.stage.pieces.get(index)) {
             self.consignment.send(exchange, &piece.run, &piece.lanes);
+            if index + 1 == self.stage.pieces.len() {
+                self.consignment.note(What::LeftDevice, exchange.clock);
+            }
         }
     }
 
@@ -510,7 +424,9 @@ impl Cargo for LayerCargo {
     fn landed(&mut self) {
         if !self.is_given_up {
             // The session takes the exchange apart when everybody has let go of it.
-            self.exchange = None;
+            if let Some(exchange) = self.exchange.take() {
+                self.consignment.note(What::OnDevice, exchange.clock);
+            }
             self.consignment.finish();
         }
     }
@@ -569,6 +485,7 @@ impl Cargo for FactorCargo {
                 // SAFETY: all copies to the block are done, and the lanes are told only now.
                 unsafe { self.pinned.matrices.blank_own(self.me, clock, rows) };
             }
+            self.consignment.note(What::LeftDevice, clock);
             self.consignment.send_factors(clock, rows, terms);
         }
     }
@@ -589,6 +506,7 @@ impl Cargo for FactorCargo {
 
     fn landed(&mut self) {
         if !self.is_given_up {
+            self.consignment.note(What::OnDevice, self.step.0);
             self.consignment.finish();
         }
     }

@@ -42,7 +42,7 @@ impl Session {
         parts: &[FactorBytes<'_>],
         values: Buffer,
     ) -> Result<(), Error> {
-        let mut state = self.state(layer)?;
+        let (begin, mut state) = (self.parts.trace.now(), self.state(layer)?);
         let Some(matrices) = self.layers.matrices(layer) else {
             let instead = "send its gradient instead of factors";
             let (layer, scheme) = (self.name(layer), Scheme::Ps);
@@ -54,12 +54,13 @@ impl Session {
             .map_err(|why| Error::Factors { layer: self.name(layer), why })?;
         self.check_landed(layer, &state)?;
         let terms = self.check_step(layer, &state)?;
-        self.parts.board.failure().map_or(Ok(()), Err)?;
+        self.check_running()?;
         let clock = state.clock.next();
         matrices.write_own(self.node.me, clock, parts);
         state.untaken.push_back((clock, terms));
-        state.in_flight = Some(InFlight::Factors { clock, values, rebuilt: None });
         self.parts.dispatch_factors(matrices, clock, rows, terms);
+        let in_flight = InFlight::Factors { clock, values, rebuilt: None };
+        self.note_sent(&mut state, layer, in_flight, begin);
         Ok(())
     }
 }

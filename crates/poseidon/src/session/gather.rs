@@ -18,8 +18,8 @@ impl Session {
     /// If a worker does not post within the session's time-out, the error names it, and the job
     /// stops. If the job fails meanwhile, the error is why.
     pub fn gather(&self, topic: &str, value: &Value) -> Result<Vec<Value>, Error> {
+        self.check_running()?;
         let board = &*self.parts.board;
-        board.failure().map_or(Ok(()), Err)?;
         let why = match self.node.line.gather(topic, value, self.timeout, &|| board.state()) {
             Ok(values) => return Ok(values),
             Err(why) => why,

@@ -8,6 +8,7 @@ use crate::memory::factors::FactorMatrices;
 use crate::memory::kept::KeptPiece;
 use crate::session::device::Stage;
 use crate::session::rebuild::{Rebuilder, Rule};
+use crate::trace::SessionTrace;
 use crate::{Error, LayerId};
 use poseidon_core::wire::{Marks, Terms};
 use poseidon_core::{Clock, NodeId, Optimizer};
@@ -33,6 +34,8 @@ pub(crate) struct Layers {
     me: NodeId,
     /// Where this worker's share of what is to be kept goes.
     keeper: Sender<KeptPiece>,
+    /// What is noted of the session.
+    trace: Option<Arc<SessionTrace>>,
 }
 
 #[derive(Debug, Default)]
@@ -80,7 +83,12 @@ impl Layers {
         (me, keeper): (NodeId, Sender<KeptPiece>),
     ) -> Self {
         let states = matrices.iter().map(|_| Mutex::default()).collect();
-        Self { states, matrices, rules, threads, tiles, me, keeper }
+        Self { states, matrices, rules, threads, tiles, me, keeper, trace: None }
+    }
+
+    /// When layers are rebuilt is noted in `trace`.
+    pub(crate) fn recorded(self, trace: Arc<SessionTrace>) -> Self {
+        Self { trace: Some(trace), ..self }
     }
 
     /// One layer's state, or nothing if there is no such layer. Waits while the layer is being
@@ -123,6 +131,7 @@ impl Layers {
         };
         let matrices = self.matrices(layer).expect("only a layer with matrices is sent by factors");
         let (begun, gathered) = (Instant::now(), matrices.gathered());
+        let begin = self.trace.as_ref().and_then(|trace| trace.now());
         let due = |(clock, _): &mut (Clock, Terms)| *clock <= gathered;
         while let Some((clock, terms)) = state.untaken.pop_front_if(due) {
             let rule = Rule {
@@ -154,6 +163,9 @@ impl Layers {
             }
         }
         *rebuilt = Some(begun..Instant::now());
+        if let Some(trace) = &self.trace {
+            trace.rebuilt(layer.index(), at.0, begin);
+        }
     }
 }
 

@@ -8,15 +8,19 @@ pub(crate) mod rule_state;
 mod budget;
 mod builder;
 mod checkpoint;
+mod device_checks;
 mod factors;
 mod gather;
+mod observed;
 pub(crate) mod others;
 mod rates;
 mod replan;
+mod replicas;
 mod requests;
 mod sibling;
 
 use crate::job::book::{self, Book};
+use crate::job::patience::Patience;
 use crate::lane::Command;
 use crate::memory::exchange::Exchange;
 use crate::node::Node;
@@ -24,7 +28,9 @@ use crate::node::checkpoint::Places;
 use crate::node::session_parts::SessionParts;
 use crate::session::layers::{InFlight, LayerState, Layers, RebuildThread};
 use crate::session::rates::Rates;
+use crate::session::replicas::Replicas;
 use crate::session::requests::Requests;
+pub use crate::session::requests::Turnout;
 use crate::{Buffer, Error, Traffic};
 pub use builder::Builder;
 pub use checkpoint::{Description, Saved, Saving};
@@ -51,6 +57,8 @@ pub struct Session {
     pub(crate) layers: Arc<Layers>,
     /// If there are layers that go by factors.
     rebuild_thread: Option<RebuildThread>,
+    /// If workers are compared.
+    replicas: Option<Replicas>,
     finished: bool,
 }
 
@@ -219,20 +227,11 @@ impl Session {
         let Some(clock) = in_flight else {
             return Err(Error::NotInFlight { layer: self.name(layer) });
         };
-        let patience = patience(self.timeout);
-        let deadline = Instant::now() + patience;
-        while !self.parts.board.wait(layer, deadline.min(Instant::now() + INTERRUPTIONS))? {
-            if interrupted() {
-                return Ok(None);
-            }
-            if Instant::now() < deadline {
-                continue;
-            }
-            let missing = self.explain(layer);
-            let layer = self.name(layer);
-            let error = Error::Timeout { layer, clock, waited: patience, missing };
-            self.parts.command_all(|| Command::Abort(error.to_string()));
-            return Err(error);
+        let begin = self.parts.trace.now();
+        let is_back = self.await_lanes(layer, clock, &mut interrupted);
+        self.parts.trace.waited(layer.index(), clock.0, begin);
+        if !is_back.inspect_err(|error| self.node.observed.fail(error))? {
+            return Ok(None);
         }
         let mut state = self.state(layer)?;
         self.layers.rebuild(layer, clock, &mut state);
@@ -242,12 +241,41 @@ impl Session {
         state.clock = clock;
         if let InFlight::Chunks(exchange) = &in_flight {
             state.initialised |= exchange.kind == Kind::Init;
+            // Later than `clock` if this worker's contribution came too late.
+            state.clock = clock.max(self.parts.board.answer(layer));
         }
+        self.parts.trace.received(layer.index(), clock.0, self.parts.board.finished(layer));
         Ok(Some(in_flight))
     }
 
+    /// Waits until the lanes have finished with `layer` at `clock`. False if it is interrupted.
+    fn await_lanes(
+        &self,
+        layer: LayerId,
+        clock: Clock,
+        interrupted: &mut impl FnMut() -> bool,
+    ) -> Result<bool, Error> {
+        let patience = patience(self.timeout);
+        let mut left = Patience::new(patience);
+        while !self.parts.board.wait(layer, Instant::now() + left.stretch())? {
+            if interrupted() {
+                return Ok(false);
+            }
+            if !left.stretch().is_zero() {
+                continue;
+            }
+            let missing = self.explain(layer);
+            let layer = self.name(layer);
+            let error = Error::Timeout { layer, clock, waited: patience, missing };
+            self.parts.command_all(|| Command::Abort(error.to_string()));
+            return Err(error);
+        }
+        Ok(true)
+    }
+
     fn received(&self, layer: LayerId, in_flight: InFlight) -> Received {
-        let (clock, landed) = (in_flight.clock(), self.parts.board.finished(layer));
+        let (sent, landed) = (in_flight.clock(), self.parts.board.finished(layer));
+        let clock = sent.max(self.parts.board.answer(layer));
         let (result, gradient, rebuilt) = match in_flight {
             InFlight::Chunks(exchange) => {
                 // Lanes let go of an exchange before they report their part done.
@@ -261,12 +289,13 @@ impl Session {
             InFlight::Factors { values, rebuilt, .. } => (values, None, rebuilt),
             InFlight::Gathered(_) => (Buffer::default(), None, None),
         };
+        self.note_replica(layer, clock, &result);
         Received { result, gradient, clock, landed, rebuilt }
     }
 
     /// Whether [`receive`](Session::receive) would return without waiting.
     pub fn is_ready(&self, layer: LayerId) -> Result<bool, Error> {
-        self.parts.board.failure().map_or(Ok(()), Err)?;
+        self.check_running()?;
         if layer.index() >= self.layers.ids().count() {
             return Err(self.unknown(&format!("#{layer}")));
         }
@@ -276,45 +305,46 @@ impl Session {
     }
 
     /// Says goodbye, goes on serving this node's shards until every other worker has said goodbye
-    /// too, and returns when the session is over.
+    /// too, and returns when the session is over. The others have the job's timeout for that: then
+    /// this is an error that names those who have not.
     pub fn finish(mut self) -> Result<(), Error> {
         self.say_goodbye()?;
         self.finished = true;
-        self.parts.wait_closed()
+        self.parts.wait_closed(Some(self.timeout.saturating_add(LANES_TO_END)))
     }
 
     /// The first half of [`finish`](Session::finish): nothing is sent afterwards. A program with
     /// several sessions says goodbye on all of them before it finishes one, because other workers
     /// may be waiting for its goodbye on any of them.
     pub fn say_goodbye(&self) -> Result<(), Error> {
-        self.parts.board.failure().map_or(Ok(()), Err)?;
+        self.check_running()?;
         for layer in self.layers.ids() {
             let state = self.state(layer)?;
             self.check_landed(layer, &state)?;
-            if !self.is_together(state.clock) {
-                let (consistency, layer) = (self.parts.plan.consistency(), self.name(layer));
-                let clock = state.clock;
-                return Err(Error::Config(format!(
-                    "with '{consistency}' workers may lack what others have contributed: call \
-                     step_together before the last step, which was clock {clock} of layer '{layer}'"
-                )));
-            }
+            self.check_together(layer, state.clock)?;
         }
+        self.settle_replicas()?;
         self.parts.command_all(|| Command::Finish);
         Ok(())
     }
 
-    /// Takes the job down and tells everybody why.
+    /// Takes the job down and tells everybody why. In a process that was forked from this session's it
+    /// only logs that the session is not this process's.
     pub fn abort(mut self, reason: &str) {
-        self.finished = true;
-        self.parts.command_all(|| Command::Abort(reason.to_owned()));
+        self.cancel(reason);
+        if std::mem::replace(&mut self.finished, true) || self.node.check_owner().is_err() {
+            return;
+        }
         // The reason is for the others; this program has it.
-        let _ = self.parts.wait_closed();
+        let _ = self.parts.wait_closed(Some(LANES_TO_END));
     }
 
     /// As [`abort`](Session::abort), for a session that other threads still hold: the waits of
     /// these threads end with the reason as well.
     pub fn cancel(&self, reason: &str) {
+        if let Err(error) = self.node.check_owner() {
+            return tracing::error!("nothing was stopped: {error}");
+        }
         self.parts.command_all(|| Command::Abort(reason.to_owned()));
     }
 
@@ -348,11 +378,24 @@ impl Session {
     }
 
     fn dispatch(&self, state: &mut LayerState, exchange: Exchange) -> Result<(), Error> {
-        self.parts.board.failure().map_or(Ok(()), Err)?;
+        self.check_running()?;
+        let (begin, layer) = (self.parts.trace.now(), exchange.layer);
         let exchange = Arc::new(exchange);
-        state.in_flight = Some(InFlight::Chunks(exchange.clone()));
         self.parts.dispatch(&exchange);
+        self.note_sent(state, layer, InFlight::Chunks(exchange), begin);
         Ok(())
+    }
+
+    /// The layer is with the lanes. This thread began to send it at `begin`, if that is noted.
+    fn note_sent(
+        &self,
+        state: &mut LayerState,
+        layer: LayerId,
+        in_flight: InFlight,
+        begin: Option<u64>,
+    ) {
+        self.parts.trace.sent(layer.index(), in_flight.clock().0, begin);
+        state.in_flight = Some(in_flight);
     }
 
     /// Whether the layer may take a step. Returns what goes with its contribution.
@@ -390,7 +433,17 @@ impl Session {
         }
     }
 
+    /// Fails in a process that was forked from this session's, and if the session has failed.
+    pub(crate) fn check_running(&self) -> Result<(), Error> {
+        self.node.check_owner()?;
+        let Some(error) = self.parts.board.failure() else { return Ok(()) };
+        self.node.observed.fail(&error);
+        Err(error)
+    }
+
     pub(crate) fn state(&self, layer: LayerId) -> Result<MutexGuard<'_, LayerState>, Error> {
+        // Before the lock: another thread of the parent may have had it when this process was forked.
+        self.node.check_owner()?;
         self.layers.state(layer).ok_or_else(|| self.unknown(&format!("#{layer}")))
     }
 
@@ -438,8 +491,8 @@ impl Session {
     }
 }
 
-/// How often `receive_unless` asks whether to stop waiting.
-const INTERRUPTIONS: Duration = Duration::from_millis(500);
+/// How long the lanes of this node may take to let go of a session that is over.
+const LANES_TO_END: Duration = Duration::from_secs(10);
 
 /// How long a layer may take. The shards' deadline is earlier, because a shard knows which worker
 /// is missing.
@@ -449,13 +502,19 @@ pub(crate) fn patience(timeout: Duration) -> Duration {
 
 impl Drop for Session {
     fn drop(&mut self) {
+        if self.node.check_owner().is_err() {
+            // The threads are not there to be waited for.
+            std::mem::forget((self.rebuild_thread.take(), self.replicas.take()));
+            return;
+        }
         if !self.finished {
             let how = if std::thread::panicking() { "panicked" } else { "dropped its session" };
             let reason = format!("worker {} {how} before it was finished", self.rank());
             self.parts.command_all(|| Command::Abort(reason.clone()));
             // The reason is for the others; this program knows what it did.
-            let _ = self.parts.wait_closed();
+            let _ = self.parts.wait_closed(Some(LANES_TO_END));
         }
+        self.node.observed.close(self.parts.id, self.parts.board.failure().as_ref());
     }
 }
 
@@ -476,7 +535,7 @@ impl Session {
         let by_factors = parts.matrices.iter().any(Option::is_some);
         let keeping = (node.me, parts.keeper.clone());
         let layers = Layers::new(parts.matrices.clone(), rules, rebuild_threads, tiles, keeping);
-        let layers = Arc::new(layers);
+        let layers = Arc::new(layers.recorded(parts.trace.clone()));
         let (requests, rebuild_thread, finished) = (Requests::default(), None, false);
         let mut session = Self {
             node,
@@ -487,6 +546,7 @@ impl Session {
             places,
             layers,
             rebuild_thread,
+            replicas: None,
             finished,
         };
         // From here on a failure drops the session, and the drop tells the other workers.
@@ -495,6 +555,7 @@ impl Session {
             let thread = RebuildThread::start(layers, board, patience(timeout))?;
             session.rebuild_thread = Some(thread);
         }
+        session.replicas = Replicas::start(&session)?;
         session.restore_layers()?;
         Ok(session)
     }

@@ -89,6 +89,7 @@ impl Session {
             }
             self.parts.command(state.lane, Command::Replan(Box::new(state.state)));
         }
+        self.node.observed.replan(self.parts.id, &book);
         self.parts.replace(book, matrices);
         self.replace_layers(positions)
     }
@@ -168,6 +169,7 @@ impl Session {
         let rules = job.rules().cloned().collect();
         let keeping = (self.node.me, self.parts.keeper.clone());
         let layers = Layers::new(matrices, rules, threads, tiles, keeping);
+        let layers = layers.recorded(self.parts.trace.clone());
         for (layer, position) in layers.ids().zip(positions) {
             let mut state = layers.state(layer).expect("as many layers as before");
             state.clock = position.clock;

@@ -2,8 +2,8 @@
 //! stop soon.
 
 use crate::{Error, Session};
-use poseidon_core::Clock;
 use poseidon_core::wire::Marks;
+use poseidon_core::{Clock, LayerId};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 /// What goes with the contributions from now on. Written by the training program between steps, or
@@ -15,6 +15,15 @@ pub(super) struct Requests {
     /// The clock at which this worker waits for all. 0 if there is none.
     together: AtomicU64,
     stop: AtomicBool,
+}
+
+/// How often a worker counted, as far as this node knows.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Turnout {
+    /// Clocks that the worker's contribution counted at.
+    pub counted: u64,
+    /// Contributions of the worker that came too late and were dropped.
+    pub late: u64,
 }
 
 impl Requests {
@@ -38,12 +47,20 @@ impl Session {
     /// Takes the next step together with all workers, where their clocks
     /// [may be apart](crate::session::Builder::consistency): every layer comes back when all have contributed to
     /// it, and all workers get the same parameters. Every worker calls it before the same step. Without
-    /// it a worker may have parameters that lack what others have contributed.
+    /// it a worker may have parameters that lack what others have contributed. Where slow workers may
+    /// be dropped, a worker first receives a layer of the step before.
     pub fn step_together(&self) -> Result<(), Error> {
         if !self.parts.plan.consistency().is_bsp() {
             self.requests.together.store(self.next_step()?.0, Ordering::Relaxed);
         }
         Ok(())
+    }
+
+    /// How often each worker counted, by rank, where slow workers may be
+    /// [dropped](poseidon_core::Consistency::DropSlowest).
+    pub fn turnout(&self) -> Vec<Turnout> {
+        let turnout = |(counted, late)| Turnout { counted, late };
+        self.parts.board.rolls().map(turnout).collect()
     }
 
     /// Refuses what has no meaning where workers may be at different clocks.
@@ -54,16 +71,27 @@ impl Session {
         }
     }
 
-    /// Whether all workers have all contributions to the step that this worker took last.
-    pub(super) fn is_together(&self, clock: Clock) -> bool {
-        let last = [&self.requests.together, &self.requests.keep];
-        self.parts.plan.consistency().is_bsp()
+    /// Refuses what needs all contributions to `clock`, the step that this worker took last with
+    /// `layer`, where other workers may still owe theirs.
+    pub(super) fn check_together(&self, layer: LayerId, clock: Clock) -> Result<(), Error> {
+        let asked = [&self.requests.together, &self.requests.keep];
+        let consistency = self.parts.plan.consistency();
+        let is_together = consistency.is_bsp()
             || clock == Clock(0)
-            || last.iter().any(|asked| asked.load(Ordering::Relaxed) == clock.0)
+            || asked.iter().any(|asked| asked.load(Ordering::Relaxed) == clock.0);
+        if is_together {
+            return Ok(());
+        }
+        let layer = self.name(layer);
+        Err(Error::Config(format!(
+            "with '{consistency}' workers may lack what others have contributed: call \
+             step_together before the last step, which was clock {clock} of layer '{layer}'"
+        )))
     }
 
     /// Asks all workers to stop soon. It travels with the next contributions of this worker. Every
-    /// worker then hears of it at the same clock: [`stop_asked`](Session::stop_asked).
+    /// worker then hears of it at the same clock: [`stop_asked`](Session::stop_asked). With `asp`, and where
+    /// slow workers may be dropped, only the next step that is taken together is such a clock.
     pub fn ask_to_stop(&self) {
         self.requests.stop.store(true, Ordering::Relaxed);
     }
@@ -75,8 +103,24 @@ impl Session {
         self.parts.board.stop()
     }
 
-    /// The clock of the next step. All layers must be at the same clock.
+    /// The clock of the next step. All layers must be at the same clock, unless slow workers may be
+    /// dropped: then the layers that are still in flight come back at the clock of one that has come back.
     pub(super) fn next_step(&self) -> Result<Clock, Error> {
+        if self.parts.plan.consistency().drops() > 0 {
+            let (mut sent, mut received) = (Clock(0), Clock(0));
+            for layer in self.layers.ids() {
+                let state = self.state(layer)?;
+                received = received.max(state.clock);
+                sent = sent.max(state.in_flight.as_ref().map_or(Clock(0), |sent| sent.clock()));
+            }
+            return match received >= sent {
+                true => Ok(received.next()),
+                false => Err(Error::Config(format!(
+                    "which step comes next is not known before a layer of clock {sent} has been \
+                     received: slow workers may be dropped"
+                ))),
+            };
+        }
         let mut next = None;
         for layer in self.layers.ids() {
             let state = self.state(layer)?;

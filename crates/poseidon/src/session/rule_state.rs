@@ -12,12 +12,14 @@ impl Session {
     /// What this node holds of the update rule's state of `layer`. Elements that other nodes hold
     /// are 0 here: the sum over all workers is the whole state.
     ///
-    /// The layer must not be in flight.
+    /// The layer must not be in flight. Where the clocks of workers
+    /// [may be apart](crate::session::Builder::consistency), its last step must be one that was
+    /// [taken together](Session::step_together), and no worker goes on before all have asked.
     pub fn rule_state(&self, layer: LayerId) -> Result<RuleState, Error> {
         self.check_no_dedicated_server()?;
-        self.check_bsp("what an update rule has")?;
         let state = self.state(layer)?;
         self.check_landed(layer, &state)?;
+        self.check_together(layer, state.clock)?;
         let job = &self.parts.book.job;
         let len = job.layers[layer.index()].len;
         let mut vectors = vec![vec![0.0; len]; job.rule(layer).state_vectors()];
@@ -53,10 +55,10 @@ impl Session {
     ///
     /// Every worker calls it alike, after the layer's initial parameters are
     /// [received](Self::receive) and before its first step. Masters may be left out: then the initial
-    /// parameters are the masters.
+    /// parameters are the masters. Where the clocks of workers may be apart, no worker takes a step
+    /// before all have called it.
     pub fn restore_rule(&self, layer: LayerId, rule: RuleState) -> Result<(), Error> {
         self.check_no_dedicated_server()?;
-        self.check_bsp("what an update rule has")?;
         let mut state = self.state(layer)?;
         self.check_landed(layer, &state)?;
         let job = &self.parts.book.job;
@@ -114,7 +116,7 @@ impl Session {
         let deadline = Instant::now() + self.timeout;
         let left = || deadline.saturating_duration_since(Instant::now());
         let answers: Vec<T> = (0..lanes).map_while(|_| answers.recv_timeout(left()).ok()).collect();
-        self.parts.board.failure().map_or(Ok(()), Err)?;
+        self.check_running()?;
         if answers.len() < lanes {
             let why =
                 format!("{} of {lanes} lanes answered within {:?}", answers.len(), self.timeout);

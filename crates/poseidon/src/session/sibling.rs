@@ -40,8 +40,8 @@ impl Session {
 
     /// Agrees with the other workers on a channel called `name`.
     fn open_channel(&self, name: &str, job: Option<&Job>) -> Result<ChannelId, Error> {
+        self.check_running()?;
         let board = &*self.parts.board;
-        board.failure().map_or(Ok(()), Err)?;
         let members: Vec<NodeId> = self.node.book.cluster.worker_ids().collect();
         let watch = || board.state();
         let opened = self.node.open_channel(name, &members, job, self.timeout, &watch);

@@ -5,7 +5,7 @@ use poseidon::config::Config;
 use poseidon::{BOOK_VERSION, Book, Clock, Job, LayerId, NodeId};
 use poseidon_core::wire::{Header, Kind, Purpose};
 use poseidon_core::{ChannelId, ChunkKey, Epoch, LaneId, Plan, Shard};
-use poseidon_link::{Address, Caller, Stream, connect};
+use poseidon_link::{Address, Caller, Stream, TAG_SIZE, Tagged, connect};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 use std::io::{Read, Write};
@@ -38,10 +38,11 @@ impl Fake {
         fake
     }
 
-    /// Writes `bytes` as they are.
+    /// Writes `bytes` as one frame, with the right tags: a fake is a node of the job, whatever it
+    /// says.
     pub(crate) fn write(&mut self, to: NodeId, bytes: &[u8]) {
         // The other end may have hung up already, which is what most tests are after.
-        let _ = self.links.get_mut(&to).expect("no link").write_all(bytes);
+        let _ = write_frame(self.links.get_mut(&to).expect("no link"), bytes);
     }
 
     /// The next frame from `node` that is not a heartbeat.
@@ -187,8 +188,7 @@ pub(crate) fn control(config: &Config, node: NodeId) -> Stream {
 pub(crate) fn ask(stream: &mut Stream, sender: NodeId, message: &Value) -> Value {
     let body = message.to_string();
     let header = Header::bare(Kind::Control, sender, body.len() as u32);
-    stream.write_all(&header.encode()).unwrap();
-    stream.write_all(body.as_bytes()).unwrap();
+    write_frame(stream, &[&header.encode(), body.as_bytes()].concat()).unwrap();
     let (header, body) = read_frame(stream).unwrap();
     assert_eq!(header.kind, Kind::Control);
     serde_json::from_slice(&body).unwrap()
@@ -198,13 +198,37 @@ pub(crate) fn chunk(layer: u32, index: u32) -> ChunkKey {
     ChunkKey { layer: LayerId(layer), index }
 }
 
-fn read_frame(stream: &mut Stream) -> std::io::Result<(Header, Vec<u8>)> {
-    let mut head = [0; Header::SIZE];
-    stream.read_exact(&mut head)?;
-    let header = Header::decode(&head).map_err(std::io::Error::other)?;
-    let mut payload = vec![0; header.length as usize];
-    stream.read_exact(&mut payload)?;
+/// Writes a header and what follows it, each with its tag.
+pub(crate) fn write_frame(stream: &mut Stream, bytes: &[u8]) -> std::io::Result<()> {
+    let (header, payload) = bytes.split_at(Header::SIZE);
+    let mut sealer = stream.sealer().expect("frames have tags on TCP").clone();
+    let mut frame = [header, &sealer.seal(header)].concat();
+    if !payload.is_empty() {
+        frame.extend_from_slice(payload);
+        frame.extend(sealer.seal(payload));
+    }
+    *stream.sealer().expect("as before") = sealer;
+    stream.write_all(&frame)
+}
+
+pub(crate) fn read_frame(stream: &mut Stream) -> std::io::Result<(Header, Vec<u8>)> {
+    let head = read_sealed(stream, Header::SIZE)?;
+    let header = Header::decode(head[..].try_into().unwrap()).map_err(std::io::Error::other)?;
+    let payload = match header.length {
+        0 => Vec::new(),
+        length => read_sealed(stream, length as usize)?,
+    };
     Ok((header, payload))
+}
+
+/// Reads so many bytes and their tag.
+fn read_sealed(stream: &mut Stream, size: usize) -> std::io::Result<Vec<u8>> {
+    let (mut bytes, mut tag) = (vec![0; size], [0; TAG_SIZE]);
+    stream.read_exact(&mut bytes)?;
+    stream.read_exact(&mut tag)?;
+    let opener = stream.opener().expect("frames have tags on TCP");
+    opener.open(&bytes, &tag).map_err(std::io::Error::other)?;
+    Ok(bytes)
 }
 
 /// Long enough to be reached only when something is broken.

@@ -21,6 +21,7 @@ from poseidon.torch._checkpoint import load, save
 from poseidon.torch._job import barrier, init, is_initialized, rank, shutdown, world_size
 from poseidon.torch._layers import plan
 from poseidon.torch._parallel import DistributedDataParallel
+from poseidon.torch._report import metrics_address, record, report
 from poseidon.torch._rules import SGD, Adam, AdamW
 
 # So that torch.distributed knows "poseidon" also where the package was not installed, only found.
@@ -35,8 +36,11 @@ __all__ = [
     "init",
     "is_initialized",
     "load",
+    "metrics_address",
     "plan",
     "rank",
+    "record",
+    "report",
     "save",
     "shutdown",
     "world_size",

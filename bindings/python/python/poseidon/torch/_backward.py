@@ -10,12 +10,15 @@ from torch.utils._pytree import tree_leaves
 
 from poseidon import _native
 from poseidon.torch._absent import Absent
+from poseidon.torch._buffers import Buffers
+from poseidon.torch._factors import Factored, settle, take_gradients
 from poseidon.torch._hooks import weakly
 from poseidon.torch._job import memory, rank
 from poseidon.torch._join import Join
-from poseidon.torch._layers import Factored, Member, Unit, settle, take_gradients
+from poseidon.torch._layers import Member, Unit
 from poseidon.torch._linear import unpatch
 from poseidon.torch._remainder import Remainders
+from poseidon.torch._staleness import Staleness
 
 # After so many steps in which a layer's gradient had to be sent besides its factors, it goes without them.
 _MOST_REMAINDERS = 3
@@ -67,6 +70,8 @@ class Backward(nn.Module):
     _early_pass: int
     _forwards: int
     _stepped: bool
+    _staleness: Staleness
+    _shared: Buffers
     _absent: List[Member]
 
     @property
@@ -115,6 +120,9 @@ class Backward(nn.Module):
             self._rule.check()
             self._set_rates(self._rule.rates())
             self.synchronize()
+            assert self._session is not None
+            if self._staleness.begin_step(self._session):
+                self._shared.is_due = True
         settle(self._factored)
         if self._update == "server":
             take_gradients(self._factored)

@@ -61,7 +61,12 @@ def save(
     if keep is not None and keep < 1:
         raise ValueError(f"keep={keep}: expected 1 or more checkpoints to stay")
     place = os.fspath(place)
-    steps = _together("saves at step", lambda: step)
+
+    def own_step() -> int:
+        model._staleness.check_together("psd.save")
+        return step
+
+    steps = _together("saves at step", own_step)
     if len(set(steps)) > 1:
         raise _native.CheckpointError(f"workers save different steps: {', '.join(map(str, steps))}, by rank")
     contents = _Contents(model, optimizer, step)
@@ -92,8 +97,13 @@ def load(
     A checkpoint that is damaged, or of another model or optimizer, is an error on every worker, and nothing changes.
     """
     place = os.fspath(place)
-    # One worker chooses: the newest one may change meanwhile.
-    chosen = _together("looks for a checkpoint", lambda: _choose(place, step) if rank() == 0 else None)[0]
+
+    def choose() -> Optional[int]:
+        model._staleness.check_together("psd.load")
+        # One worker chooses: the newest one may change meanwhile.
+        return _choose(place, step) if rank() == 0 else None
+
+    chosen = _together("looks for a checkpoint", choose)[0]
     found: Dict[str, Any] = {}
     _together("reads a checkpoint", lambda: found.update(_read(place, chosen, model, optimizer)))
     if optimizer is None and model._rule is not None:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from poseidon.torch._agreement import describe
 from poseidon.torch._buffers import Buffers
 from poseidon.torch._job import rank, world_size
+from poseidon.torch._staleness import Staleness
 
 _ELSEWHERE = (
     "To keep it, use torch's DistributedDataParallel on torch.distributed.init_process_group(\"poseidon\"), which has "
@@ -29,6 +30,7 @@ class DdpInterface:
     find_unused_parameters: bool
     static_graph: bool
     _update: str
+    _staleness: Staleness
     _scheme: str
     _batch: Optional[int]
     _deterministic: bool
@@ -153,6 +155,7 @@ class DdpInterface:
         if self._session is not None:
             raise RuntimeError("the plan is made at the first synchronised backward: set static_graph before it")
         self.static_graph = True
+        self._refuse_staleness()
 
     def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
         if sample_rate < 1:
@@ -176,9 +179,28 @@ class DdpInterface:
             "has_sync_bn": int(any(isinstance(m, nn.SyncBatchNorm) for m in self.module.modules())),
         }
 
+    def _refuse_staleness(self) -> None:
+        """Says what has no meaning where workers may be at different steps."""
+        refuse = self._staleness.refuse
+        if self._update == "worker":
+            refuse(
+                'with update="worker" a gradient is the mean of one step, which all workers take together',
+                'update="server" and a poseidon.torch.SGD, Adam or AdamW',
+            )
+        if self._deterministic:
+            refuse("gradients are added as they come, so a run does not repeat bit by bit", "deterministic=False")
+        if self.find_unused_parameters or self.static_graph:
+            refuse(
+                "whether anybody has used a parameter is known when all workers have taken the step",
+                "find_unused_parameters=False and static_graph=False",
+            )
+
     def _refuse_parameters(self) -> None:
         """Says which parameters cannot be synchronised."""
         for name, p in self._trainable.items():
+            if p.is_cuda and self._scheme == "sfb":
+                why = f"parameter '{name}' is on a GPU, where no layer goes by factors then"
+                self._staleness.refuse(why, 'scheme="auto"')
             if p.dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
                 raise TypeError(f"parameter '{name}' is {p.dtype}: expected float32, bfloat16, float16 or float64")
             if p.dtype == torch.float64 and self._update == "server":
@@ -203,8 +225,8 @@ class DdpInterface:
         buffers = [(n, b) for n, b in self.module.named_buffers() if n not in ignored]
         names = ("find_unused_parameters", "static_graph", "broadcast_buffers")
         settings = {name: getattr(self, name) for name in names}
-        settings.update(update=self._update, scheme=self._scheme, batch=self._batch, deterministic=self._deterministic)
-        settings.update(init_sync=equal)
+        settings.update(update=self._update, sync=self._staleness.sync, scheme=self._scheme, batch=self._batch)
+        settings.update(deterministic=self._deterministic, init_sync=equal)
         return describe(parameters, buffers if equal_buffers or self.broadcast_buffers else (), settings)
 
 

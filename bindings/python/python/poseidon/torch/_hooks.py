@@ -25,6 +25,10 @@ class Hooks:
     def on_gradient(self, parameter: nn.Parameter, method: Callable[..., None], *first: Any) -> None:
         self._keep(parameter.register_post_accumulate_grad_hook(weakly(method, *first)))
 
+    def before_gradient(self, end: Any, method: Callable[..., None]) -> None:
+        """``end`` is the node of torch's graph that is about to add to a parameter's gradient, if there is one to add."""
+        self._keep(end.register_prehook(weakly(method)))
+
     def before_forward(self, module: nn.Module, method: Callable[..., None], *first: Any) -> None:
         self._keep(module.register_forward_pre_hook(torch.compiler.disable(weakly(method, *first))))
         self.hide_on(module)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 if TYPE_CHECKING:
-    from poseidon.torch._layers import Factored
+    from poseidon.torch._factors import Factored
 
 
 def patch(factored: "Factored") -> None:

@@ -3,40 +3,40 @@
 import contextlib
 import json
 import weakref
-from typing import Any, Dict, Iterable, Iterator, List, Optional, Set, Tuple
+from typing import Any, Dict, Iterator, List, Optional, Set, Tuple
 
 import torch
 from torch import Tensor, nn
 
 from poseidon import _native
 from poseidon.torch._agreement import check_same
-from poseidon.torch._backward import Backward, or_abort
+from poseidon.torch._backward import or_abort
 from poseidon.torch._buffers import Buffers
 from poseidon.torch._ddp import DdpInterface, chosen_buffers, chosen_group, refuse
 from poseidon.torch._doubles import Doubles, DoubleUnit
+from poseidon.torch._factors import Factored
+from poseidon.torch._forward import Forward
 from poseidon.torch._hooks import Hooks
 from poseidon.torch._job import Job, broadcast, rank, world_size
 from poseidon.torch._join import Join
 from poseidon.torch._layers import (
     WHY_MEAN,
-    Factored,
     Member,
     Unit,
     choose,
     factorable,
-    is_compiled,
     is_hooked,
     units_of,
 )
 from poseidon.torch._linear import patch, unpatch
 from poseidon.torch._parts import Part
 from poseidon.torch._remainder import Remainders
-from poseidon.torch._watch import Watch
+from poseidon.torch._staleness import Staleness
 
 MODELS: "weakref.WeakSet[DistributedDataParallel]" = weakref.WeakSet()
 
 
-class DistributedDataParallel(Backward, DdpInterface):
+class DistributedDataParallel(Forward, DdpInterface):
     """Wraps ``module`` so that ``backward`` leaves the mean of all workers' gradients in ``grad``.
 
     As torch's: parameters and buffers begin as rank 0's, ``state_dict`` has the same keys (those of
@@ -48,6 +48,8 @@ class DistributedDataParallel(Backward, DdpInterface):
     * ``update``: ``worker`` (any torch optimizer) or ``server``: the shards take the steps, by the rule
       of a ``psd.SGD``, ``psd.Adam`` or ``psd.AdamW`` made from this model's parameters. Parameters then come back
       while the next forward is under way; ``synchronize()`` waits for all of them.
+    * ``sync``: with ``update="server"``, how many steps workers may be apart: ``bsp`` (none), ``ssp:S`` or ``asp``.
+      ``step_together()`` makes them equal.
     * ``scheme``: ``auto`` (the fewest bytes for each layer; one that would save only a few goes with its neighbours),
       ``ps`` or ``sfb``.
     * ``batch``: how many rows (samples, or samples times sequence length) a Linear layer sees between
@@ -93,6 +95,7 @@ class DistributedDataParallel(Backward, DdpInterface):
         lazy_bucket_allocation: bool = False,
         *,
         update: str = "worker",
+        sync: str = "bsp",
         scheme: str = "auto",
         batch: Optional[int] = None,
         deterministic: bool = False,
@@ -112,10 +115,12 @@ class DistributedDataParallel(Backward, DdpInterface):
         # Parameters, and buffers. The older argument keeps these apart from the beginning.
         self._begins_equal = (init_sync, init_sync and (forward_sync_buffers is not None or self.broadcast_buffers))
         self._update = update
+        self._sync = sync
         self._scheme = scheme
         self._batch = batch
         self._deterministic = deterministic
         self._begin()
+        self._refuse_staleness()
         self._process_group = group
         self._take_part()
 
@@ -144,6 +149,7 @@ class DistributedDataParallel(Backward, DdpInterface):
         self._early_pass = -1
         self._forwards = 0
         self._stepped = True
+        self._staleness = Staleness(self._sync)
         # With update="server": parameters whose gradients the shards have, until the step.
         self._absent: List[Member] = []
         self._join: Optional[Join] = None
@@ -221,6 +227,7 @@ class DistributedDataParallel(Backward, DdpInterface):
             return
         if self._update == "server" and not divide_by_initial_world_size:
             raise ValueError('with update="server" the shards divide by the number of all workers')
+        self._staleness.refuse("in join() all workers ask each other before every step", "as many batches on every worker")
         # Within it, buffers are shared at each step: nothing may be left from before.
         self._share_buffers(False)
         self._join = Join(self, divide_by_initial_world_size, throw_on_early_termination)
@@ -249,6 +256,15 @@ class DistributedDataParallel(Backward, DdpInterface):
         # Those that were sent first come first.
         for unit in reversed(self._units):
             self._await(unit)
+
+    def step_together(self) -> None:
+        """The next synchronised step is taken together. Every worker calls it before the same backward.
+
+        With ``sync="ssp:S"`` and ``"asp"`` a worker may lack what others have contributed. After this step all workers have
+        the same parameters, and buffers become rank 0's before the next forward. The last step before ``state_dict()``,
+        ``psd.save``, ``psd.load`` and ``psd.shutdown`` must be such a step. With ``sync="bsp"`` every step is one.
+        """
+        self._staleness.is_asked = True
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Finishes synchronisation and scales gradients so that their norm is at most ``max_norm``. Returns it.
@@ -279,94 +295,8 @@ class DistributedDataParallel(Backward, DdpInterface):
         return (0, 0) if self._session is None else self._session.traffic()
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        self.synchronize()
+        self._await_all()
         return super().state_dict(*args, **kwargs)
-
-    # Forward.
-
-    @torch.compiler.disable
-    def _begin_forward(self) -> None:
-        if self._part is None:
-            self._take_part()
-        if not self._is_open:
-            raise RuntimeError("this model was closed or failed earlier, its module was wrapped again, or the job has ended")
-        if self._in_backward and torch._C._current_graph_task_id() == -1:
-            why = self._torn()
-            self._close(because=why)
-            raise RuntimeError(why)
-        if torch._C._current_graph_task_id() == -1:
-            self._ending = None
-        self._entered = set()
-        self._forwards += 1
-        self._forget_gradients()
-        if self._join is None:
-            self._share_buffers(self._synchronises)
-        elif self._synchronises:
-            self._join.note_forward()
-            self._share_buffers_in_join()
-
-    @torch.compiler.disable
-    def _begin_evaluation(self) -> None:
-        # A model whose job has ended can still be evaluated; in join, others who are through would not take part.
-        if self._is_open and self._join is None:
-            self._share_buffers(False)
-
-    @torch.compiler.disable
-    def _watched_forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The first forward: sees which parameters are used in other ways than by calling their module."""
-        for m in self.module.modules():
-            if is_compiled(m):
-                # What happens inside cannot be seen: nothing is taken for granted.
-                self._used_early.update(m.parameters())
-        inside = {p: f for f in self._factored for p in f.linear.parameters()}
-
-        def unexpected(parameter: nn.Parameter) -> bool:
-            factored = inside.get(parameter)
-            return parameter not in self._entered if factored is None else factored.inside == 0
-
-        with Watch(unexpected) as watch:
-            result = self.module(*args, **kwargs)
-        self._watched = True
-        self._used_early.update(watch.seen)
-        for factored in list(self._factored):
-            if factored.linear.weight in watch.seen or factored.linear.bias in watch.seen:
-                self._give_up(factored)
-                self._factored.remove(factored)
-        return result
-
-    def _await_in_forward(self) -> None:
-        """With update="server": a module's parameters are awaited when its forward begins."""
-        for module in self.module.modules():
-            members = [self._members[p] for p in module.parameters(recurse=False) if p in self._members]
-            if members:
-                self._hooks.before_forward(module, self._enter, members)
-        self._hooks.before_forward(self.module, self._await_early)
-        self._hooks.before_state_dict(self.module, self._await_all)
-
-    def _enter(self, members: List[Member], *_: Any) -> None:
-        if not self._watched:
-            self._entered.update(m.parameter for m in members)
-        for member in members:
-            unit = member.unit
-            if unit is not None:
-                self._await(unit) if unit.in_flight else unit.enter()
-
-    def _await_early(self, *_: Any) -> None:
-        self._await_those(self._used_early)
-
-    def _await_all(self, *_: Any) -> None:
-        self.synchronize()
-
-    def _settle(self, module: nn.Module) -> None:
-        """With update="server": a module's own parameters are the new ones."""
-        if self._update == "server":
-            self._await_those(module.parameters(recurse=False))
-
-    def _await_those(self, parameters: Iterable[nn.Parameter]) -> None:
-        for p in parameters:
-            member = self._members.get(p)
-            if member is not None and member.unit is not None:
-                self._await(member.unit)
 
     # Sessions.
 
@@ -386,8 +316,10 @@ class DistributedDataParallel(Backward, DdpInterface):
         topic = f"rows of model {self._number}, {self._sessions_started}"
         all_rows = [json.loads(r) for r in Job.get().gather(topic, json.dumps(rows))]
         for factored in self._factored:
-            most = max([self._batch or 0, *(r.get(factored.name, 0) for r in all_rows)])
             weight = factored.linear.weight
+            most = max([self._batch or 0, *(r.get(factored.name, 0) for r in all_rows)])
+            if self._staleness.is_allowed and weight.is_cuda:
+                most = 0  # A GPU rebuilds the gradient of one step, which all workers take together.
             everywhere = all(factored.name in r for r in all_rows)
             is_known = weight in self._members
             if most == 0 or not everywhere or not is_known or choose(weight, most, world_size(), self._scheme)[0] != "sfb":
@@ -427,7 +359,7 @@ class DistributedDataParallel(Backward, DdpInterface):
         if self._rule is not None:
             check_same(f"the optimizer of model {self._number}, {self._sessions_started}", self._rule.describe())
             own = [rules[unit.group] if unit.members else "sum" for unit in self._units]
-            setup.update(rules=own, learning_rate=self._rule.rates()[0])
+            setup.update(rules=own, learning_rate=self._rule.rates()[0], sync=self._sync)
         self._session = Job.open(
             f"gradients of model {self._number}",
             layers,
@@ -453,6 +385,9 @@ class DistributedDataParallel(Backward, DdpInterface):
                 # All workers have these values already, and the graph this backward goes through, too.
                 unit.note_versions()
             self._rule._restore()
+            if self._staleness.is_allowed:
+                # The first worker's step must not come to a shard before that has what was loaded.
+                Job.get().gather(f"the shards of model {self._number}, {self._sessions_started}", "null")
 
     def _set_rule(self, rule: Any) -> None:
         if self._session is not None:
@@ -491,7 +426,8 @@ class DistributedDataParallel(Backward, DdpInterface):
     @or_abort
     def _share_buffers(self, synchronises: bool) -> None:
         if self.broadcast_buffers:
-            self._shared.begin_forward(synchronises)
+            # Where workers may be apart, buffers become rank 0's after the steps that are taken together.
+            self._shared.begin_forward(synchronises and not self._staleness.is_allowed)
 
     @or_abort
     def _share_buffers_in_join(self) -> None:
@@ -538,7 +474,9 @@ class DistributedDataParallel(Backward, DdpInterface):
             for parameter, member in self._members.items():
                 self._hooks.on_gradient(parameter, self._on_gradient, member)
             with torch.enable_grad():
-                self._ends = [_end(p) for p in self._trainable.values()]
+                for parameter, member in self._members.items():
+                    member.end = _end(parameter)
+            self._ends = [member.end for member in self._members.values()]
         if self._update == "server":
             self._await_in_forward()
         MODELS.add(self)

@@ -34,6 +34,8 @@ class Part:
     def close(self, because: Optional[str] = None) -> Callable[[], None]:
         """Says goodbye, or why the model stops. What is returned waits for the others, who may wait for another model first."""
         model = self._model()
+        if model is not None and because is None:
+            model._staleness.check_together("the end of a model")
         if model is not None:
             model._leave(waits=because is None)
         if self._all.pop(self._number, None) is None:

@@ -145,6 +145,7 @@ class Rule(torch.optim.Optimizer):
         return state
 
     def load_state_dict(self, state_dict: Dict[str, Any]) -> None:  # type: ignore[override]
+        self._owner._staleness.check_together("optimizer.load_state_dict()")
         groups, state = state_dict["param_groups"], state_dict["state"]
         sizes = [len(group["params"]) for group in self.param_groups]
         saved = [len(group["params"]) for group in groups]
@@ -176,6 +177,7 @@ class Rule(torch.optim.Optimizer):
             raise RuntimeError("the shards' state ended with the job, or with the model's failure: collect it before")
         if self._owner._session is None:
             return self._loaded
+        self._owner._staleness.check_together("optimizer.state_dict()")
         self._owner.synchronize()
         units, session = self._owner._units, self._owner._session
         names = [self.vectors(self.param_groups[u.group]) if u.members else () for u in units]

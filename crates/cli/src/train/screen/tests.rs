@@ -91,14 +91,14 @@ fn silence_is_silent() {
     screen.epoch_begin(Instant::now(), 1, 1, 10);
     screen.step(Instant::now() + 2 * NEWS, progress(1));
     screen.epoch_end(&epoch(1, None));
-    screen.finish(&report(1000), Path::new("report.html"));
+    screen.finish(&report(1000), Some(Path::new("report.html")));
     assert_eq!(log.text(), "");
 }
 
 #[test]
 fn the_summary_lines_up_and_names_the_report() {
     let (mut screen, log) = screen(Kind::Plain, false);
-    screen.finish(&report(1_700_000), Path::new("runs/report.html"));
+    screen.finish(&report(1_700_000), Some(Path::new("runs/report.html")));
     assert_eq!(
         log.text(),
         "\n\
@@ -115,7 +115,7 @@ fn the_summary_lines_up_and_names_the_report() {
 #[test]
 fn a_single_worker_is_not_told_about_communication() {
     let (mut screen, log) = screen(Kind::Plain, false);
-    screen.finish(&report(0), Path::new("report.html"));
+    screen.finish(&report(0), Some(Path::new("report.html")));
     assert!(!log.text().contains("communication") && !log.text().contains("sent"));
 }
 
@@ -124,27 +124,42 @@ fn colours_are_there_only_when_wanted() {
     for wanted in [true, false] {
         let (mut screen, log) = screen(Kind::Plain, wanted);
         screen.plan(&report(1000).layers);
-        screen.finish(&report(1000), Path::new("report.html"));
+        screen.finish(&report(1000), Some(Path::new("report.html")));
         assert_eq!(log.text().contains('\x1b'), wanted);
     }
 }
 
-#[test]
-fn a_terminal_that_is_gone_stops_nothing() {
-    struct Gone;
-    impl Write for Gone {
-        fn write(&mut self, _: &[u8]) -> io::Result<usize> {
-            Err(io::ErrorKind::BrokenPipe.into())
-        }
-        fn flush(&mut self) -> io::Result<()> {
-            Err(io::ErrorKind::BrokenPipe.into())
-        }
+/// Refuses every byte.
+struct Refusing(io::ErrorKind);
+
+impl Write for Refusing {
+    fn write(&mut self, _: &[u8]) -> io::Result<usize> {
+        Err(self.0.into())
     }
-    let mut screen = Screen::with(Kind::Live, Box::new(Gone), Paint { on: true }, 100);
-    screen.plan(&report(1000).layers);
-    screen.epoch_begin(Instant::now(), 1, 1, 10);
-    screen.step(Instant::now(), progress(3));
-    screen.evaluation(1, 2);
-    screen.epoch_end(&epoch(1, None));
-    screen.finish(&report(1000), Path::new("report.html"));
+    fn flush(&mut self) -> io::Result<()> {
+        Err(self.0.into())
+    }
+}
+
+/// A reader that is gone has seen enough. A disk that is full is told at the end.
+#[test]
+fn a_terminal_that_takes_nothing_stops_nothing() {
+    for (kind, quiet) in [(io::ErrorKind::BrokenPipe, true), (io::ErrorKind::StorageFull, false)] {
+        let out = Box::new(Refusing(kind));
+        let mut screen = Screen::with(Kind::Live, out, Paint { on: true }, 100);
+        screen.plan(&report(1000).layers);
+        screen.epoch_begin(Instant::now(), 1, 1, 10);
+        screen.step(Instant::now(), progress(3));
+        screen.evaluation(1, 2);
+        screen.epoch_end(&epoch(1, None));
+        screen.finish(&report(1000), Some(Path::new("report.html")));
+        assert_eq!(screen.outcome().is_ok(), quiet);
+    }
+}
+
+#[test]
+fn a_report_that_was_not_written_is_not_named() {
+    let (mut screen, log) = screen(Kind::Plain, false);
+    screen.finish(&report(0), None);
+    assert!(log.text().contains("parameters") && !log.text().contains("report"));
 }

@@ -123,7 +123,7 @@ fn carry(hosts: &[usize], racks: &[u16], requests: &[Request], dice: &mut Dice) 
             ports.sent[a] += payload.len();
             ports.received[b] += payload.len();
         }
-        let (region, mode) = operations[to].open(from, place, payload.len()).unwrap();
+        let (region, mode) = operations[to].open(from, place, payload.len(), None).unwrap();
         // SAFETY: the memory of all ranks is there, and this thread alone touches it.
         let (place_bytes, bytes) = unsafe { (region.bytes_mut(), payload.bytes()) };
         match mode {
@@ -392,7 +392,8 @@ fn a_frame_that_takes_another_way_is_refused() {
     let mut x = values(2, 0, 40_000, Dtype::F32);
     let mut operation = begin(2, &mut x);
     let place = |step, slice, piece| Place { sequence: 0, step, slice, piece };
-    let said = |operation: &Operation, rank, place| match operation.open(rank, place, 40_000) {
+    let said = |operation: &Operation, rank, place| match operation.open(rank, place, 40_000, None)
+    {
         Ok(_) => "taken".into(),
         Err(why) => why,
     };

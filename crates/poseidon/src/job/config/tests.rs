@@ -2,7 +2,7 @@ use super::*;
 
 fn config(variables: &[(&str, &str)]) -> Result<Config, Error> {
     let find = |name: &str| {
-        let known = variables.iter().chain([&("POSEIDON_SECRET", "hush")]);
+        let known = variables.iter().chain([&("POSEIDON_SECRET", "known to all of us")]);
         known.rev().find(|(n, _)| *n == name).map(|(_, v)| v.to_string())
     };
     Config::from_variables(&find)
@@ -97,11 +97,37 @@ fn nonsense_is_named_with_its_variable() {
     assert!(pinned.contains("POSEIDON_PINNED_MEMORY=much") && pinned.contains("4GB"), "{pinned}");
 }
 
+/// The configuration of a job of one whose environment is these variables only.
+fn bare(variables: &[(&str, &str)]) -> Result<Config, Error> {
+    let find = |name: &str| variables.iter().find(|(n, _)| *n == name).map(|(_, v)| v.to_string());
+    Config::from_variables(&find)
+}
+
 #[test]
-fn a_secret_file_is_made_once_and_read_by_all() {
-    let folder = std::env::temp_dir().join(format!("poseidon-secret-{}", std::process::id()));
-    let path = folder.join("secret");
-    let made = secret_file(&path).unwrap();
-    assert_eq!(secret_file(&path).unwrap().expose(), made.expose());
-    fs::remove_dir_all(folder).unwrap();
+fn a_secret_is_made_where_configuration_is_kept() {
+    let home = tempfile::tempdir().unwrap();
+    let name = home.path().to_str().unwrap();
+    let made = bare(&[("HOME", name)]).unwrap().secret;
+    let path = home.path().join(".config/poseidon/secret");
+    let named = bare(&[("POSEIDON_SECRET_FILE", path.to_str().unwrap())]).unwrap().secret;
+    assert_eq!(made.expose(), named.expose());
+}
+
+#[test]
+fn a_secret_file_that_does_not_exist_is_not_made() {
+    let home = tempfile::tempdir().unwrap();
+    let path = home.path().join("mistyped");
+    let variables =
+        [("POSEIDON_SECRET_FILE", path.to_str().unwrap()), ("HOME", home.path().to_str().unwrap())];
+    let error = bare(&variables).unwrap_err().to_string();
+    assert!(error.contains("POSEIDON_SECRET_FILE") && error.contains("mistyped"), "{error}");
+    assert_eq!(std::fs::read_dir(home.path()).unwrap().count(), 0);
+}
+
+#[test]
+fn a_short_secret_is_refused_with_its_variable() {
+    for short in ["", "swordfish"] {
+        let error = bare(&[("POSEIDON_SECRET", short)]).unwrap_err().to_string();
+        assert!(error.contains("POSEIDON_SECRET") && error.contains("at least 16"), "{error}");
+    }
 }

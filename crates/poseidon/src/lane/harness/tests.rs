@@ -269,7 +269,7 @@ fn a_close_that_arrives_with_the_last_bytes_is_noticed_at_once() {
     far.finish().unwrap();
     release.send(()).unwrap();
 
-    board.wait_closed();
+    assert!(board.wait_closed(|| PATIENCE));
     driver.close();
     let words = board.failure().expect("the peer is gone").to_string();
     assert!(words.contains("worker 1") && words.contains("closed the connection"), "{words}");
@@ -309,7 +309,7 @@ fn a_frame_of_the_old_plan_that_is_half_there_stops_the_session() {
         deterministic: false,
     };
     let mut world = World::new(&setup);
-    let (near, mut far) = pair(world.clock.clone(), Shape::default());
+    let (near, mut far) = poseidon_link::memory::pair(world.clock.clone(), Shape::default());
     let node = world.start(NodeId(0), vec![vec![(NodeId(1), Box::new(near))]]);
     let Node { board, mut lanes, .. } = node;
     let Running { mut engine, commands, .. } = lanes.remove(0).unwrap();

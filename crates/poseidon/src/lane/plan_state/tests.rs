@@ -48,7 +48,7 @@ fn exchange(clock: u64) -> Arc<Exchange> {
 
 #[test]
 fn a_piece_that_comes_after_a_lane_has_finished_leaves_the_lane_at_rest() {
-    let board = Arc::new(Board::new(1));
+    let board = Arc::new(Board::new(1, 2));
     let mut first = Lane::new(LaneId(0), board.clone());
     let mut second = Lane::new(LaneId(1), board.clone());
     assert!(!first.own.is_empty() && !second.own.is_empty(), "both lanes have chunks");

@@ -1,0 +1,138 @@
+//! What a node has done so far, as Prometheus reads it.
+
+use super::observed::{Shared, Watched};
+use crate::engine::traffic::Traffic;
+use crate::trace::LaneTotals;
+use poseidon_core::printable::printable;
+use std::fmt::{Display, Write};
+use std::sync::atomic::Ordering;
+
+/// What a server says that [`text`] is.
+pub(super) const CONTENT_TYPE: &str = "text/plain; version=0.0.4; charset=utf-8";
+
+/// All metrics of a node.
+pub(super) fn text(node: &Shared) -> String {
+    let (sessions, ended) = node.sessions();
+    let mut page = Page { text: String::new(), node: format!("node=\"{}\"", Escaped(&node.name)) };
+    page.family("poseidon_info", "gauge", "Always 1; the labels say what runs here.");
+    page.sample("poseidon_info", &[("version", &env!("CARGO_PKG_VERSION"))], 1.0);
+
+    page.family("poseidon_steps_total", "counter", "Steps whose results the program has received.");
+    for session in &sessions {
+        let labels: Labels<'_> = &[("session", &session.id)];
+        page.sample("poseidon_steps_total", labels, session.trace.steps() as f64);
+    }
+    let families: [Family<OfTraffic>; 4] = [
+        ("poseidon_sent_bytes_total", "Bytes handed to links.", |t| t.bytes_sent),
+        ("poseidon_received_bytes_total", "Bytes taken from links.", |t| t.bytes_received),
+        ("poseidon_sent_frames_total", "Frames handed to links.", |t| t.frames_sent),
+        ("poseidon_received_frames_total", "Frames taken from links.", |t| t.frames_received),
+    ];
+    let traffic: Vec<_> = sessions.iter().map(|s| (s.id, s.counters.traffic())).collect();
+    for (name, help, of) in families {
+        page.family(name, "counter", help);
+        for (id, traffic) in &traffic {
+            page.sample(name, &[("session", id)], of(traffic) as f64);
+        }
+        page.sample(name, &[("session", &"ended")], of(&ended) as f64);
+    }
+    let by_layer: [Family<OfLayer>; 2] = [
+        ("poseidon_layer_sent_bytes_total", "Bytes sent about a layer.", |session, layer| {
+            session.counters.sent(layer) as f64
+        }),
+        (
+            "poseidon_layer_wait_seconds_total",
+            "Time the program waited for a layer.",
+            |s, layer| s.trace.waited_nanos(layer) as f64 / 1e9,
+        ),
+    ];
+    for (name, help, of) in by_layer {
+        page.family(name, "counter", help);
+        for session in &sessions {
+            for (index, layer) in session.book.job.layers.iter().enumerate() {
+                let labels: Labels<'_> = &[("session", &session.id), ("layer", &layer.name)];
+                page.sample(name, labels, of(session, index));
+            }
+        }
+    }
+    let lanes = node.recorder.on().map(|rings| rings.totals()).unwrap_or_default();
+    let by_lane: [(&str, Family<OfLane>); 4] = [
+        (
+            "counter",
+            ("poseidon_lane_busy_seconds_total", "Time a lane was at work.", |lane| {
+                lane.busy() as f64 / 1e9
+            }),
+        ),
+        (
+            "counter",
+            ("poseidon_lane_bytes_total", "Bytes that a lane moved, both ways.", |lane| {
+                lane.bytes() as f64
+            }),
+        ),
+        (
+            "gauge",
+            ("poseidon_lane_queued_messages", "Messages that links have not taken.", |lane| {
+                lane.queued.load(Ordering::Relaxed) as f64
+            }),
+        ),
+        (
+            "counter",
+            (
+                "poseidon_lane_retransmitted_segments_total",
+                "Segments that TCP sent again.",
+                |lane| lane.retransmitted.load(Ordering::Relaxed) as f64,
+            ),
+        ),
+    ];
+    for (kind, (name, help, of)) in by_lane {
+        page.family(name, kind, help);
+        for (index, lane) in lanes.iter().enumerate() {
+            page.sample(name, &[("lane", &index)], of(lane));
+        }
+    }
+    page.text
+}
+
+/// A metric: its name, what it means, and how it is found.
+type Family<F> = (&'static str, &'static str, F);
+
+type OfTraffic = fn(&Traffic) -> u64;
+type OfLayer = fn(&Watched, usize) -> f64;
+type OfLane = fn(&LaneTotals) -> f64;
+
+type Labels<'a> = &'a [(&'a str, &'a dyn Display)];
+
+struct Page {
+    text: String,
+    /// The label that every sample has.
+    node: String,
+}
+
+impl Page {
+    fn family(&mut self, name: &str, kind: &str, help: &str) {
+        let _ = writeln!(self.text, "# HELP {name} {help}\n# TYPE {name} {kind}");
+    }
+
+    fn sample(&mut self, name: &str, labels: Labels<'_>, value: f64) {
+        let _ = write!(self.text, "{name}{{{}", self.node);
+        for (label, of) in labels {
+            let _ = write!(self.text, ",{label}=\"{}\"", Escaped(&of.to_string()));
+        }
+        let _ = writeln!(self.text, "}} {value}");
+    }
+}
+
+/// Text as it may stand in a label.
+struct Escaped<'a>(&'a str);
+
+impl Display for Escaped<'_> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        for c in printable(self.0).chars() {
+            match c {
+                '"' | '\\' => write!(f, "\\{c}")?,
+                c => f.write_char(c)?,
+            }
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,279 @@
+//! What people can see of a node: its sessions, the file of its trace, and its metrics.
+
+use super::metrics;
+use crate::Error;
+use crate::collectives::operation_name;
+use crate::engine::traffic::{Counters, Traffic};
+use crate::job::book::Book;
+use crate::job::config::{Config, TRACE};
+use crate::job::observation::node_file;
+use crate::trace::{self, Facts, Names, Recorder, SessionTrace};
+use poseidon_core::{ChannelId, LayerId, NodeId};
+use poseidon_link::TextServer;
+use serde_json::{Value, json};
+use std::collections::VecDeque;
+use std::fs;
+use std::io::{self, BufWriter};
+use std::net::SocketAddr;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Instant;
+
+/// What can be seen of a node, and who is shown it.
+pub(crate) struct Observed {
+    pub(crate) recorder: Arc<Recorder>,
+    shared: Arc<Shared>,
+    /// Where traces go.
+    files: Vec<PathBuf>,
+    /// What the node is called in the names of files.
+    label: String,
+    /// Serves metrics as long as it lives.
+    server: Option<TextServer>,
+}
+
+/// What the thread that serves metrics sees, too.
+pub(super) struct Shared {
+    pub(super) recorder: Arc<Recorder>,
+    pub(super) node: NodeId,
+    /// The node in words.
+    pub(super) name: String,
+    book: Arc<Book>,
+    epoch: Instant,
+    sessions: Mutex<Sessions>,
+    /// Held by the thread that writes a file.
+    writing: Mutex<()>,
+}
+
+#[derive(Default)]
+struct Sessions {
+    open: Vec<Arc<Watched>>,
+    /// The last sessions that are over, for the names of their layers.
+    ended: VecDeque<Arc<Watched>>,
+    /// What all sessions that are over have exchanged.
+    exchanged: Traffic,
+    failure: Option<String>,
+}
+
+/// A session that can be seen.
+pub(super) struct Watched {
+    pub(super) id: ChannelId,
+    pub(super) book: Arc<Book>,
+    pub(super) trace: Arc<SessionTrace>,
+    pub(super) counters: Arc<Counters>,
+}
+
+/// Sessions that are over and whose layers still have names.
+const ENDED: usize = 16;
+
+impl Observed {
+    /// What `config` wants to be seen of its node, which follows `book`. Files are made at once: whether
+    /// they can be written is better known before a long job than after it.
+    pub(crate) fn start(config: &Config, book: Arc<Book>, epoch: Instant) -> Result<Self, Error> {
+        let recorder = Arc::new(Recorder::new(epoch, book.cluster.lanes().into()));
+        if config.observation.is_wanted() {
+            recorder.switch_on();
+        }
+        let (node, name) = (config.node(), book.cluster.name(config.node()));
+        let (recording, sessions, writing) = (recorder.clone(), Mutex::default(), Mutex::default());
+        let shared = Shared { recorder: recording, node, name, book, epoch, sessions, writing };
+        let shared = Arc::new(shared);
+        let label = config.node_label();
+        let files = config.observation.files(&label);
+        for file in &files {
+            shared
+                .write_to(file)
+                .map_err(|why| Error::io(format!("writing the trace {}", file.display()))(why))?;
+        }
+        let serve = |address: SocketAddr| {
+            let shown = shared.clone();
+            TextServer::start(address, metrics::CONTENT_TYPE, move || metrics::text(&shown))
+                .map_err(Error::io(format!("serving metrics at {address}")))
+        };
+        let server = config.observation.metrics.map(serve).transpose()?;
+        if let Some(server) = &server {
+            tracing::info!("{} serves metrics at http://{}/metrics", shared.name, server.address());
+        }
+        Ok(Self { recorder, shared, files, label, server })
+    }
+
+    /// Where metrics are served, if they are.
+    pub(crate) fn metrics_address(&self) -> Option<SocketAddr> {
+        self.server.as_ref().map(TextServer::address)
+    }
+
+    /// A session begins. Returns where it is noted what the session does.
+    pub(crate) fn open(
+        &self,
+        id: ChannelId,
+        book: &Arc<Book>,
+        counters: &Arc<Counters>,
+    ) -> Arc<SessionTrace> {
+        let channel = id.index() as u32;
+        let trace = SessionTrace::new(self.recorder.clone(), channel, book.job.layers.len());
+        let (trace, book, counters) = (Arc::new(trace), book.clone(), counters.clone());
+        let watched = Watched { id, book, trace: trace.clone(), counters };
+        self.shared.lock().open.push(Arc::new(watched));
+        trace
+    }
+
+    /// A session follows another book from now on.
+    pub(crate) fn replan(&self, id: ChannelId, book: &Arc<Book>) {
+        for watched in self.shared.lock().open.iter_mut().filter(|watched| watched.id == id) {
+            let (trace, counters) = (watched.trace.clone(), watched.counters.clone());
+            *watched = Arc::new(Watched { id, book: book.clone(), trace, counters });
+        }
+    }
+
+    /// A session is over. The trace is written if it was the node's first one: programs may hold what
+    /// else there is until they are killed.
+    pub(crate) fn close(&self, id: ChannelId, failure: Option<&Error>) {
+        let mut sessions = self.shared.lock();
+        if let Some(position) = sessions.open.iter().position(|watched| watched.id == id) {
+            let watched = sessions.open.remove(position);
+            let traffic = watched.counters.traffic();
+            sessions.exchanged = sessions.exchanged.plus(traffic);
+            sessions.ended.push_back(watched);
+            if sessions.ended.len() > ENDED {
+                sessions.ended.pop_front();
+            }
+        }
+        if let Some(failure) = failure {
+            sessions.failure.get_or_insert_with(|| failure.to_string());
+        }
+        drop(sessions);
+        if id == ChannelId::FIRST || failure.is_some() {
+            self.write();
+        }
+    }
+
+    /// The program is told that a session has failed. The trace is written the first time: the program
+    /// may do nothing more than print the error.
+    pub(crate) fn fail(&self, failure: &Error) {
+        let mut sessions = self.shared.lock();
+        let is_first = sessions.failure.is_none();
+        sessions.failure.get_or_insert_with(|| failure.to_string());
+        drop(sessions);
+        if is_first {
+            self.write();
+        }
+    }
+
+    /// Writes what has been noted so far to the files that were asked for. If that fails, the program
+    /// goes on.
+    pub(crate) fn write(&self) {
+        for file in &self.files {
+            if let Err(why) = self.shared.write_to(file) {
+                tracing::error!("cannot write the trace {}: {why}", file.display());
+            }
+        }
+    }
+
+    /// Writes what has been noted so far into `folder`, to the file that this node has there.
+    pub(crate) fn write_into(&self, folder: &Path) -> Result<PathBuf, Error> {
+        let file = node_file(&folder.join(TRACE), &self.label);
+        let what = format!("writing the trace {}", file.display());
+        self.shared.write_to(&file).map_err(Error::io(what))?;
+        Ok(file)
+    }
+}
+
+impl Shared {
+    /// Sessions that are open, and what all others have exchanged.
+    pub(super) fn sessions(&self) -> (Vec<Arc<Watched>>, Traffic) {
+        let sessions = self.lock();
+        (sessions.open.clone(), sessions.exchanged)
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Sessions> {
+        self.sessions.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The file appears whole or not at all.
+    fn write_to(&self, file: &Path) -> io::Result<()> {
+        let _writing = self.writing.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(folder) = file.parent().filter(|folder| !folder.as_os_str().is_empty()) {
+            fs::create_dir_all(folder)?;
+        }
+        let mut records = self.recorder.on().map(|rings| rings.read()).unwrap_or_default();
+        let now = self.recorder.now().unwrap_or(0);
+        let sessions = self.lock();
+        let all = || sessions.open.iter().chain(&sessions.ended);
+        records.extend(sessions.open.iter().flat_map(|watched| watched.trace.in_flight(now)));
+        let layers = |watched: &Watched| {
+            let names = watched.book.job.layers.iter().map(|layer| layer.name.clone());
+            (watched.id.index() as u32, names.collect())
+        };
+        let names = Names {
+            layers: all().map(|watched| layers(watched)).collect(),
+            operation: operation_name,
+        };
+        let summary = self.summary(all(), sessions.failure.as_deref());
+        drop(sessions);
+        let name = format!("{} on {}", self.name, self.host());
+        let facts = Facts { process: self.node.0, name, summary };
+        // Viewers want what is on a thread in the order in which it began.
+        records.sort_by_key(|record| (record.begin, std::cmp::Reverse(record.end)));
+        let mut unfinished = file.as_os_str().to_owned();
+        unfinished.push(format!(".{}.part", std::process::id()));
+        let out = BufWriter::new(fs::File::create(&unfinished)?);
+        trace::write(out, &self.recorder, &records, &names, &facts)?;
+        fs::rename(unfinished, file)
+    }
+
+    fn host(&self) -> &str {
+        &self.book.nodes[self.node.index()].host
+    }
+
+    /// What `poseidon report` needs to know besides the events.
+    fn summary<'a>(
+        &self,
+        sessions: impl Iterator<Item = &'a Arc<Watched>>,
+        failure: Option<&str>,
+    ) -> Value {
+        let nanos = |nanos: u64| nanos as f64 / 1e9;
+        let role = self.book.cluster.role(self.node);
+        let totals = self.recorder.on().map(|rings| rings.totals()).unwrap_or_default();
+        let lanes: Vec<Value> = totals
+            .iter()
+            .map(|lane| json!({"busy_seconds": nanos(lane.busy()), "bytes": lane.bytes()}))
+            .collect();
+        let sessions: Vec<Value> = sessions.map(|watched| watched.summary()).collect();
+        json!({
+            "version": env!("CARGO_PKG_VERSION"),
+            "node": self.node.0,
+            "name": self.name,
+            "role": if role.is_some_and(|role| role.worker) { "worker" } else { "server" },
+            "host": self.host(),
+            "workers": self.book.cluster.workers(),
+            "seconds": self.epoch.elapsed().as_secs_f64(),
+            "failure": failure,
+            "lanes": lanes,
+            "sessions": sessions,
+        })
+    }
+}
+
+impl Watched {
+    fn summary(&self) -> Value {
+        let plan = self.book.plan();
+        let of_layer = |(index, layer): (usize, &poseidon_core::Layer)| {
+            let choice = plan.choice(LayerId(index as u32));
+            json!({
+                "name": layer.name,
+                "parameters": layer.len,
+                "scheme": choice.map(|choice| choice.scheme.to_string()),
+                "reason": choice.map(|choice| choice.reason.clone()),
+                "bytes_sent": self.counters.sent(index),
+                "wait_seconds": self.trace.waited_nanos(index) as f64 / 1e9,
+            })
+        };
+        let Traffic { bytes_sent, bytes_received, .. } = self.counters.traffic();
+        json!({
+            "session": self.id.index(),
+            "steps": self.trace.steps(),
+            "bytes_sent": bytes_sent,
+            "bytes_received": bytes_received,
+            "layers": self.book.job.layers.iter().enumerate().map(of_layer).collect::<Vec<_>>(),
+        })
+    }
+}

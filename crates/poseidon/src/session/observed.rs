@@ -1,0 +1,31 @@
+//! What a training program can show of its node to people.
+
+use crate::{Error, Session};
+use std::net::SocketAddr;
+use std::path::{Path, PathBuf};
+
+impl Session {
+    /// From now on this node notes what it does, in memory of a fixed size: the last some ten thousand
+    /// events stay. It does so from the beginning if its [observation](crate::config::Observation) asks
+    /// for anything.
+    pub fn record(&self) {
+        self.node.observed.recorder.switch_on();
+    }
+
+    /// Writes what this node has noted so far into `folder`, and returns the path of the file. The file
+    /// is what `POSEIDON_REPORT` makes: `poseidon report` makes a page of those of all nodes, and
+    /// Perfetto opens them.
+    pub fn write_trace(&self, folder: &Path) -> Result<PathBuf, Error> {
+        self.node.check_owner()?;
+        if self.node.observed.recorder.on().is_none() {
+            let fix = "call record() before the steps that matter, or set POSEIDON_REPORT";
+            return Err(Error::Config(format!("nothing was recorded: {fix}")));
+        }
+        self.node.observed.write_into(folder)
+    }
+
+    /// Where this node serves metrics, if it does.
+    pub fn metrics_address(&self) -> Option<SocketAddr> {
+        self.node.observed.metrics_address()
+    }
+}

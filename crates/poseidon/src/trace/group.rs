@@ -1,0 +1,53 @@
+//! What is noted of one group: its operations.
+
+use super::{Record, Recorder, What, this_thread};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+/// What is noted of one group.
+pub(crate) struct GroupTrace {
+    recorder: Arc<Recorder>,
+    channel: u32,
+    /// Operations that were begun while they were noted.
+    begun: AtomicU64,
+}
+
+/// An operation that is under way, and noted when it is done.
+pub(crate) struct BegunOperation {
+    recorder: Arc<Recorder>,
+    channel: u32,
+    kind: u32,
+    number: u64,
+    begin: u64,
+}
+
+impl GroupTrace {
+    pub(crate) fn new(recorder: Arc<Recorder>, channel: u32) -> Self {
+        Self { recorder, channel, begun: AtomicU64::new(0) }
+    }
+
+    /// The program begins an operation of this kind. Nothing if nothing is noted.
+    pub(crate) fn begun(&self, kind: u32) -> Option<BegunOperation> {
+        let begin = self.recorder.now()?;
+        let (recorder, channel) = (self.recorder.clone(), self.channel);
+        let number = self.begun.fetch_add(1, Ordering::Relaxed) + 1;
+        Some(BegunOperation { recorder, channel, kind, number, begin })
+    }
+}
+
+impl BegunOperation {
+    /// The operation is over.
+    pub(crate) fn done(&self) {
+        let Some(rings) = self.recorder.on() else { return };
+        rings.note(Record {
+            what: What::Operation,
+            channel: self.channel,
+            layer: self.kind,
+            clock: self.number,
+            begin: self.begin,
+            end: rings.now(),
+            thread: this_thread(),
+            more: 0,
+        });
+    }
+}
