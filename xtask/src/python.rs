@@ -9,7 +9,8 @@ const PACKAGE: &str = "bindings/python";
 /// A virtual environment of its own.
 const ENV: &str = "bindings/python/.env";
 /// What has to be importable before the package is built.
-const NEEDS: &str = "import expecttest, maturin, mypy, numpy, pytest, safetensors, torch";
+const NEEDS: &str = "import expecttest, maturin, mypy, numpy, pytest, pytest_rerunfailures, safetensors, \
+                     torch";
 
 /// Builds the package into its own environment, checks its types and runs its tests, the examples
 /// among them.
@@ -17,9 +18,10 @@ pub(crate) fn test() -> Result<Outcome> {
     let python = prepare()?;
     let settings = format!("{PACKAGE}/pyproject.toml");
     succeed(&mut command(&[&python, "-m", "mypy", "--config-file", &settings]))?;
-    succeed(
-        command(&[&python, "-m", "pytest", "-q", "--durations=3"]).arg(format!("{PACKAGE}/tests")),
-    )?;
+    let tests = format!("{PACKAGE}/tests");
+    // As for Rust's tests (.config/nextest.toml): a test that passes at its second try is named.
+    let words = ["-q", "--durations=3", "--reruns=2", "-rR"];
+    succeed(command(&[&python, "-m", "pytest"]).args(words).arg(tests))?;
     Ok(Outcome::Passed)
 }
 
