@@ -54,6 +54,8 @@ pub use error::{Error, GatherError, OpenError, RendezvousError};
 pub use job::book::{BOOK_VERSION, Book, Job, NodeFacts, PlacedChunk, PlannedLayer, PlannedPort};
 pub use job::config::{self, Config};
 pub use job::coordinator::{self, Coordinator};
+pub use job::live::{self, LiveJob};
+pub use job::metrics::CONTENT_TYPE as METRICS_CONTENT_TYPE;
 pub use job::places::{PlacedHost, PlacedNode, PlacedRack, PlacedTree};
 pub use memory::buffer::{self, Buffer};
 pub use memory::factors::{Factors, HalfFactors};

@@ -69,7 +69,7 @@ impl Engine {
 
     /// What has to be looked at from time to time: silence, heartbeats, and what the channels await.
     pub(super) fn tick(&mut self, now: Duration) {
-        self.note_resent();
+        self.count();
         let silence = self.silence;
         for peer in self.peers.iter_mut().flatten().filter(|peer| peer.gone.is_none()) {
             let unheard = now.saturating_sub(peer.heard);

@@ -220,7 +220,7 @@ impl Engine {
 
     /// Bytes that links have taken and given so far.
     pub(crate) fn moved(&self) -> u64 {
-        self.peers.iter().flatten().map(|peer| peer.moved).sum()
+        self.peers.iter().flatten().map(|peer| peer.written + peer.read).sum()
     }
 
     /// Whether nothing is under way, and nothing may come unasked.

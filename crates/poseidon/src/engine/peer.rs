@@ -52,8 +52,9 @@ pub(crate) struct Peer {
     pub(super) gone: Option<Gone>,
     /// The channels have been told that the peer is gone.
     pub(super) reported: bool,
-    /// Bytes read and written so far.
-    pub(super) moved: u64,
+    /// Bytes that the link has taken so far, and given.
+    pub(super) written: u64,
+    pub(super) read: u64,
 }
 
 /// What the next bytes are.
@@ -126,7 +127,8 @@ impl Peer {
             unwritable: None,
             gone: None,
             reported: false,
-            moved: 0,
+            written: 0,
+            read: 0,
         }
     }
 
@@ -246,7 +248,7 @@ impl Peer {
                 if bytes > 0 {
                     self.spoke = now;
                 }
-                self.moved += bytes as u64;
+                self.written += bytes as u64;
                 self.writable = all;
                 bytes
             }
@@ -311,7 +313,7 @@ impl Peer {
                 return;
             }
             self.heard = now;
-            self.moved += bytes as u64;
+            self.read += bytes as u64;
             self.readable = !drained || self.closed;
             budget = budget.saturating_sub(bytes);
             while self.advance(channels, scratch, now) {}

@@ -1,7 +1,6 @@
 //! What is noted of an engine's work, for traces and metrics.
 
 use super::Engine;
-use super::peer::Peer;
 use crate::trace::{Record, Recorder, What};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -26,22 +25,32 @@ impl Engine {
         let Some(rings) = recorder.on() else { return };
         self.noted = moved;
         let (begin, end) = (begin.as_nanos() as u64, end.as_nanos() as u64);
-        if let Some(totals) = rings.totals().get(*lane as usize) {
-            let queued = self.channels.open.values().map(|slot| slot.unsent as u64).sum();
-            totals.add(end.saturating_sub(begin), bytes, queued);
+        if let Some(totals) = recorder.totals().get(*lane as usize) {
+            totals.add(end.saturating_sub(begin), bytes, self.queued());
         }
         let (what, thread, more) = (What::Busy, *lane, bytes);
         rings.note(Record { what, channel: 0, layer: 0, clock: 0, begin, end, thread, more });
     }
 
-    /// Notes how many segments TCP has sent again so far.
-    pub(super) fn note_resent(&self) {
-        if let Some((recorder, lane)) = &self.recorder
-            && let Some(rings) = recorder.on()
-            && let Some(totals) = rings.totals().get(*lane as usize)
-        {
-            let again = self.peers.iter().flatten().map(Peer::resent).sum();
-            totals.retransmitted.store(again, Ordering::Relaxed);
+    /// Writes down what the links have moved so far, and what waits for them.
+    pub(super) fn count(&self) {
+        let Some((recorder, lane)) = &self.recorder else { return };
+        let Some(totals) = recorder.totals().get(*lane as usize) else { return };
+        let (mut resent, mut outside, mut inside) = (0, [0; 2], [0; 2]);
+        for peer in self.peers.iter().flatten() {
+            resent += peer.resent();
+            let [written, read] = if peer.is_budgeted() { &mut outside } else { &mut inside };
+            *written += peer.written;
+            *read += peer.read;
         }
+        totals.retransmitted.store(resent, Ordering::Relaxed);
+        totals.queued.store(self.queued(), Ordering::Relaxed);
+        let counts = totals.outside.iter().chain(&totals.inside).zip(outside.iter().chain(&inside));
+        counts.for_each(|(total, bytes)| total.store(*bytes, Ordering::Relaxed));
+    }
+
+    /// Messages that links have not taken.
+    fn queued(&self) -> u64 {
+        self.channels.open.values().map(|slot| slot.unsent as u64).sum()
     }
 }

@@ -3,10 +3,11 @@
 use crate::job::book::{Job, NodeFacts};
 use crate::job::gather::Post;
 use crate::job::link_rate::{LinkRate, Measured};
+use crate::job::live::NodeSummary;
 use crate::job::open::Opening;
 use poseidon_core::printable::printable;
 use poseidon_core::wire::{Header, HeaderError, Kind, MAX_CONTROL, NOBODY};
-use poseidon_core::{ChannelId, NodeId, Rate, Servers};
+use poseidon_core::{ChannelId, Epoch, NodeId, Rate, Servers};
 use poseidon_link::{Sealer, TAG_SIZE, Tagged};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -48,6 +49,13 @@ pub(crate) enum Message {
     Missing {
         nodes: Vec<NodeId>,
     },
+    /// What a node has counted, about once a second.
+    Summary(Box<NodeSummary>),
+    /// Worker 0 follows another plan with all others: the job of that epoch.
+    Replanned {
+        epoch: Epoch,
+        job: Box<Job>,
+    },
     Leave {
         reason: Option<String>,
     },
@@ -81,6 +89,8 @@ impl Message {
             Self::Open(_) => "open",
             Self::Opened { .. } => "opened",
             Self::Missing { .. } => "missing",
+            Self::Summary(_) => "summary",
+            Self::Replanned { .. } => "replanned",
             Self::Leave { .. } => "leave",
             Self::Lost { .. } => "lost",
             Self::Stopping => "stopping",

@@ -6,26 +6,29 @@
 //! Decisions are made by `Joining`, `Rounds` and `Openings`, which know of no sockets. No gradient
 //! ever passes through it.
 
+mod asking;
+
+use crate::job::book::Book;
 use crate::job::control::{Asker, Body, Message, Numbered, Reply, receive};
 use crate::job::gather::{self, Post};
 use crate::job::joining::Joining;
+use crate::job::live::{LIVE, LiveState, Now};
 use crate::job::open::{Opening, Openings};
 use crate::job::rounds::{Rounds, WAITING, Waiting};
-use crate::{Error, RendezvousError};
+use crate::Error;
+pub use asking::{query, set_bandwidth_budget};
 use poseidon_core::running_time::RunningTime;
-use poseidon_core::wire::{Hello, NOBODY, Purpose, Status};
+use poseidon_core::wire::{Hello, Purpose, Status};
 use poseidon_core::{Cluster, JobId, NodeId, Rate};
 use poseidon_link::descriptors::{self, Need};
-use poseidon_link::{
-    Address, Caller, Credentials, Half, Listener, Serving, Stream, connect, random_bytes,
-};
+use poseidon_link::{Credentials, Half, Listener, Serving, Stream, random_bytes};
 use serde_json::Value;
 use std::collections::{BTreeMap, BTreeSet};
 use std::io::{ErrorKind, Write};
 use std::net::{IpAddr, SocketAddr};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime};
 
 /// Serves rendezvous and questions until it is dropped.
 #[derive(Debug)]
@@ -129,63 +132,6 @@ impl Drop for Coordinator {
     }
 }
 
-/// Asks the coordinator at `address` for `key` of the information book: a dotted path, empty for all
-/// of it. `plan` is a list of [`PlannedLayer`](crate::PlannedLayer)s, `chunks` one of
-/// [`PlacedChunk`](crate::PlacedChunk)s. `None` if the key names nothing.
-pub fn query(
-    address: &str,
-    credentials: &Credentials,
-    key: &str,
-    patience: Duration,
-) -> Result<Option<Value>, Error> {
-    ask(address, credentials, &Message::Query { key: key.into() }, patience)
-}
-
-/// Has the coordinator at `address` tell `node`, or every node, what it may send to other hosts from
-/// now on. `None` is no limit. Returns the nodes that were told. A node that has left the job is not
-/// among them.
-pub fn set_bandwidth_budget(
-    address: &str,
-    credentials: &Credentials,
-    rate: Option<Rate>,
-    node: Option<NodeId>,
-    patience: Duration,
-) -> Result<Vec<NodeId>, Error> {
-    let told = ask(address, credentials, &Message::Budget { rate, node }, patience)?;
-    serde_json::from_value(told.unwrap_or_default()).map_err(|e| {
-        let why = format!("expected the nodes that were told: {e}");
-        RendezvousError::Broken { address: address.into(), why }.into()
-    })
-}
-
-/// Says one thing to the coordinator at `address` and waits for its answer.
-fn ask(
-    address: &str,
-    credentials: &Credentials,
-    message: &Message,
-    patience: Duration,
-) -> Result<Option<Value>, Error> {
-    let deadline = Instant::now() + patience;
-    let caller = Caller::control(NOBODY);
-    let mut stream = connect(&Address::Tcp(address.into()), caller, credentials, deadline)
-        .map_err(|e| Error::connect(format!("reaching the coordinator at {address}"), e))?;
-    stream.set_deadline(Some(deadline));
-    let heard = Body::new(message).and_then(|body| {
-        body.write(None, &mut stream)?;
-        receive(&mut stream)
-    });
-    let address = address.to_string();
-    let why = match heard {
-        Ok(Numbered { message: Message::Answer { value }, .. }) => return Ok(value),
-        Ok(Numbered { message: Message::Refused { reason }, .. }) => {
-            return Err(RendezvousError::Refused { address, reason }.into());
-        }
-        Ok(other) => format!("expected an answer, got {}", other.message.name()),
-        Err(e) => e.to_string(),
-    };
-    Err(RendezvousError::Broken { address, why }.into())
-}
-
 /// What all threads of a coordinator share.
 #[derive(Debug)]
 struct Shared {
@@ -206,6 +152,8 @@ struct State {
     gathers: Rounds<Value>,
     /// Channels that nodes of the job are opening.
     openings: Openings,
+    /// What nodes tell of themselves.
+    live: LiveState,
     connections: BTreeMap<u64, Arc<Connection>>,
     /// Connections that have not said anything yet.
     silent: BTreeSet<u64>,
@@ -236,6 +184,7 @@ impl Shared {
             joining,
             gathers: Rounds::default(),
             openings: Openings::default(),
+            live: LiveState::default(),
             connections: BTreeMap::new(),
             silent: BTreeSet::new(),
             next: 0,
@@ -391,7 +340,11 @@ impl State {
                 replies
             }
             Message::Query { key } => {
-                let value = if key == WAITING { self.waiting() } else { self.joining.tell(&key) };
+                let value = match &*key {
+                    WAITING => self.waiting(),
+                    LIVE => self.tell_live(now),
+                    _ => self.joining.tell(&key),
+                };
                 vec![Reply::new(asker, &Message::Answer { value })]
             }
             Message::Measured(post) => match self.book_for(asker, post.node) {
@@ -402,13 +355,29 @@ impl State {
             Message::Open(opening) => self.handle_open(asker, opening, now),
             Message::Leave { reason } => {
                 let left = self.leavers(id);
+                self.note_gone(&left, reason.as_deref(), now);
                 let mut replies = self.joining.handle_leave(id, reason, now);
                 replies.extend(self.forget(left));
                 replies
             }
-            Message::Budget { rate, node } => self.tell_budget(asker, rate, node),
+            Message::Summary(summary) => self.handle_news(asker, summary.node, |state, book| {
+                state.live.handle_summary(book, *summary, wall(now));
+                Ok(())
+            }),
+            Message::Replanned { epoch, job } => self.handle_news(asker, NodeId(0), |state, _| {
+                state.joining.handle_replanned(epoch, *job)
+            }),
+            Message::Budget { rate, node } => {
+                let whose = node.map_or("every node".into(), |node| format!("node {node}"));
+                let words = match rate {
+                    Some(rate) => format!("{whose} may send {rate} to other hosts"),
+                    None => format!("{whose} may send all it can to other hosts"),
+                };
+                self.live.handle_change(words, wall(now));
+                self.tell_budget(asker, rate, node)
+            }
             other => {
-                let expected = "expected join, measured, query, gather, open, leave or budget";
+                let expected = "expected join, measured, query, gather, open, summary, leave or budget";
                 vec![Reply::refusal(asker, format!("{expected}, got {}", other.name()))]
             }
         }
@@ -418,6 +387,37 @@ impl State {
     fn waiting(&self) -> Option<Value> {
         let rounds = self.gathers.waiting().chain(self.openings.rounds.waiting());
         serde_json::to_value(rounds.collect::<Vec<Waiting>>()).ok()
+    }
+
+    /// What the job does.
+    fn tell_live(&self, now: Instant) -> Option<Value> {
+        let (book, missing) = (self.joining.book(), self.joining.missing());
+        let missing = missing.into_iter().map(|(_, name)| name).collect();
+        serde_json::to_value(self.live.tell(book.map(|book| &**book), missing, wall(now))).ok()
+    }
+
+    /// Takes up what `node` says of itself, and acknowledges it.
+    fn handle_news(
+        &mut self,
+        asker: Asker,
+        node: NodeId,
+        take: impl FnOnce(&mut Self, &Book) -> Result<(), String>,
+    ) -> Vec<Reply> {
+        let taken = match self.joining.book().cloned() {
+            Some(book) if self.joining.node_of(asker.connection) == Some(node) => take(self, &book),
+            _ => Err(format!("only node {node} of a job that has started may say this")),
+        };
+        vec![match taken {
+            Ok(()) => Reply::new(asker, &Message::Answer { value: None }),
+            Err(reason) => Reply::refusal(asker, reason),
+        }]
+    }
+
+    /// Remembers that a node has left a running job, and why if it did not mean to.
+    fn note_gone(&mut self, left: &Option<(NodeId, Cluster)>, why: Option<&str>, now: Instant) {
+        if let (Some((node, _)), Some(book)) = (left, self.joining.book().cloned()) {
+            self.live.handle_gone(&book, *node, why, wall(now));
+        }
     }
 
     fn handle_gather(&mut self, asker: Asker, post: Post, now: Instant) -> Vec<Reply> {
@@ -496,6 +496,7 @@ impl State {
     fn handle_end(&mut self, id: u64, now: Instant) -> Vec<Reply> {
         self.silent.remove(&id);
         let left = self.leavers(id);
+        self.note_gone(&left, Some("its connection closed without a goodbye"), now);
         let mut replies = self.joining.handle_closed(id, now);
         replies.extend(self.forget(left));
         replies
@@ -554,6 +555,12 @@ impl Connection {
         // While a thread writes to the connection, the connection is taken for alive.
         self.writer.try_lock().is_ok_and(|writer| writer.is_hung_up())
     }
+}
+
+/// Now, by both clocks.
+fn wall(at: Instant) -> Now {
+    let since_1970 = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
+    Now { at, wall_ms: since_1970.as_millis() as u64 }
 }
 
 /// How long a caller may take to say what it wants, and to take its answer.

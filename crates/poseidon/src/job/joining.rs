@@ -1,7 +1,7 @@
 //! Which nodes have joined, and whether there is a book: decisions of the coordinator, without
 //! sockets and threads.
 
-use crate::job::book::{BOOK_VERSION, Book, lookup, query};
+use crate::job::book::{BOOK_VERSION, Book, Job, lookup, query};
 use crate::job::control::{Asker, Join, Message, Reply};
 use crate::job::link_rate::Measured;
 use crate::job::ports::{Claims, Measuring, Step};
@@ -240,6 +240,17 @@ impl Joining {
         self.announce()
     }
 
+    /// Worker 0 follows the plan of another `job` from now on, and so do all others.
+    pub(crate) fn handle_replanned(&mut self, epoch: Epoch, job: Job) -> Result<(), String> {
+        let Some(Ok(book)) = &self.outcome else { return Err("the job has not started".into()) };
+        if epoch <= book.epoch {
+            return Err(format!("epoch {epoch} does not follow epoch {}", book.epoch));
+        }
+        job.fits(&book.cluster).map_err(|e| e.to_string())?;
+        self.outcome = Some(Ok(Arc::new(Book { epoch, job, ..Book::clone(book) })));
+        Ok(())
+    }
+
     /// All nodes that have joined, to be told something they did not ask for.
     pub(crate) fn everybody(&self) -> impl Iterator<Item = Asker> {
         self.joined.values().map(|joined| Asker { request: None, ..joined.asker })
@@ -411,7 +422,8 @@ impl Joining {
         Ok(Arc::new(Book { version, identity, epoch, cluster, nodes, job }))
     }
 
-    fn missing(&self) -> Vec<(NodeId, String)> {
+    /// Nodes that have not joined, and their names.
+    pub(crate) fn missing(&self) -> Vec<(NodeId, String)> {
         let Some(cluster) = self.cluster() else { return Vec::new() };
         let missing = cluster.node_ids().filter(|n| !self.joined.contains_key(n));
         missing.map(|n| (n, cluster.name(n))).collect()

@@ -259,6 +259,14 @@ impl ControlLine {
         &self.shared.alarm
     }
 
+    /// Tells the coordinator that the job's first session follows another plan. Nothing depends on
+    /// that, so nobody waits for an answer.
+    pub(crate) fn tell_plan(&self, book: &Book) {
+        let (epoch, job) = (book.epoch, Box::new(book.job.clone()));
+        let Ok(body) = Body::new(&Message::Replanned { epoch, job }) else { return };
+        let _ = self.write(&body, None, &mut Wait::new(Duration::ZERO, &|| JobState::Running));
+    }
+
     /// Leaves the job because of `reason`, which the coordinator passes on to everybody.
     pub(crate) fn give_up(&self, reason: String) {
         self.leave(Some(reason));

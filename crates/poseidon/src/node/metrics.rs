@@ -2,18 +2,14 @@
 
 use super::observed::{Shared, Watched};
 use crate::engine::traffic::Traffic;
+use crate::job::metrics::{Labels, Page};
 use crate::trace::LaneTotals;
-use poseidon_core::printable::printable;
-use std::fmt::{Display, Write};
 use std::sync::atomic::Ordering;
-
-/// What a server says that [`text`] is.
-pub(super) const CONTENT_TYPE: &str = "text/plain; version=0.0.4; charset=utf-8";
 
 /// All metrics of a node.
 pub(super) fn text(node: &Shared) -> String {
     let (sessions, ended) = node.sessions();
-    let mut page = Page { text: String::new(), node: format!("node=\"{}\"", Escaped(&node.name)) };
+    let mut page = Page::labelled("node", &node.name);
     page.family("poseidon_info", "gauge", "Always 1; the labels say what runs here.");
     page.sample("poseidon_info", &[("version", &env!("CARGO_PKG_VERSION"))], 1.0);
 
@@ -55,7 +51,7 @@ pub(super) fn text(node: &Shared) -> String {
             }
         }
     }
-    let lanes = node.recorder.on().map(|rings| rings.totals()).unwrap_or_default();
+    let lanes = node.recorder.totals();
     let by_lane: [(&str, Family<OfLane>); 4] = [
         (
             "counter",
@@ -90,7 +86,7 @@ pub(super) fn text(node: &Shared) -> String {
             page.sample(name, &[("lane", &index)], of(lane));
         }
     }
-    page.text
+    page.text()
 }
 
 /// A metric: its name, what it means, and how it is found.
@@ -99,40 +95,3 @@ type Family<F> = (&'static str, &'static str, F);
 type OfTraffic = fn(&Traffic) -> u64;
 type OfLayer = fn(&Watched, usize) -> f64;
 type OfLane = fn(&LaneTotals) -> f64;
-
-type Labels<'a> = &'a [(&'a str, &'a dyn Display)];
-
-struct Page {
-    text: String,
-    /// The label that every sample has.
-    node: String,
-}
-
-impl Page {
-    fn family(&mut self, name: &str, kind: &str, help: &str) {
-        let _ = writeln!(self.text, "# HELP {name} {help}\n# TYPE {name} {kind}");
-    }
-
-    fn sample(&mut self, name: &str, labels: Labels<'_>, value: f64) {
-        let _ = write!(self.text, "{name}{{{}", self.node);
-        for (label, of) in labels {
-            let _ = write!(self.text, ",{label}=\"{}\"", Escaped(&of.to_string()));
-        }
-        let _ = writeln!(self.text, "}} {value}");
-    }
-}
-
-/// Text as it may stand in a label.
-struct Escaped<'a>(&'a str);
-
-impl Display for Escaped<'_> {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        for c in printable(self.0).chars() {
-            match c {
-                '"' | '\\' => write!(f, "\\{c}")?,
-                c => f.write_char(c)?,
-            }
-        }
-        Ok(())
-    }
-}

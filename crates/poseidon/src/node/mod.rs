@@ -2,7 +2,8 @@
 //!
 //! * `session_parts`: what one session has on all lanes. `groups`: how groups are opened. `budget`:
 //!   how the node's budget is changed. `devices`: the copiers of its devices. `observed`: what people
-//!   can see of the node. `metrics`: the same as Prometheus reads it.
+//!   can see of the node. `metrics`: the same as Prometheus reads it. `summaries`: the same in short,
+//!   as the coordinator is told it.
 
 mod budget;
 pub(crate) mod checkpoint;
@@ -11,6 +12,7 @@ mod groups;
 mod metrics;
 mod observed;
 pub(crate) mod session_parts;
+mod summaries;
 
 use crate::Error;
 use crate::engine::Engine;
@@ -28,6 +30,7 @@ use poseidon_link::Serving;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
+use summaries::SummaryThread;
 
 /// A process of a job. It stays connected until its last session or group is dropped.
 pub(crate) struct Node {
@@ -43,6 +46,8 @@ pub(crate) struct Node {
     budget: Arc<NodeBudget>,
     /// What people can see of the node.
     pub(crate) observed: Observed,
+    /// Tells the coordinator what the node does, as long as it lives.
+    summaries: Option<SummaryThread>,
     /// What turns strangers away, and the coordinator if this process serves it.
     listeners: Option<(Serving, Option<Coordinator>)>,
     /// Whether the connection to the coordinator outlives the node. Written once, by the program.
@@ -81,9 +86,19 @@ impl Node {
         line.on_budget(move |rate| told.set(rate));
         let config = config.clone();
         let listeners = Some((serving, coordinator.or(own)));
-        let stays = AtomicBool::new(false);
-        let node = Self { me, config, book, line, lanes, budget, observed, listeners, stays };
-        Ok(Arc::new(node))
+        let (stays, summaries) = (AtomicBool::new(false), Some(observed.tell(&line)?));
+        Ok(Arc::new(Self {
+            me,
+            config,
+            book,
+            line,
+            lanes,
+            budget,
+            observed,
+            summaries,
+            listeners,
+            stays,
+        }))
     }
 
     /// Fails in a process that was forked from the node's: it has none of the node's threads, and the
@@ -106,9 +121,10 @@ impl Node {
 impl Drop for Node {
     fn drop(&mut self) {
         if self.check_owner().is_err() {
-            std::mem::forget(self.listeners.take());
+            std::mem::forget((self.listeners.take(), self.summaries.take()));
             return;
         }
+        self.summaries = None;
         self.lanes.iter().for_each(|lane| lane.close());
         let deadline = Instant::now() + LAST_WORDS;
         let left = || deadline.saturating_duration_since(Instant::now());

@@ -1,21 +1,26 @@
 //! What people can see of a node: its sessions, the file of its trace, and its metrics.
 
 use super::metrics;
+use super::summaries::SummaryThread;
 use crate::Error;
 use crate::collectives::operation_name;
 use crate::engine::traffic::{Counters, Traffic};
 use crate::job::book::Book;
 use crate::job::config::{Config, TRACE};
+use crate::job::line::ControlLine;
+use crate::job::live::{LAYERS, NodeSummary};
+use crate::job::metrics::CONTENT_TYPE;
 use crate::job::observation::node_file;
 use crate::trace::{self, Facts, Names, Recorder, SessionTrace};
 use poseidon_core::{ChannelId, LayerId, NodeId};
 use poseidon_link::TextServer;
 use serde_json::{Value, json};
-use std::collections::VecDeque;
+use std::collections::{BTreeMap, VecDeque};
 use std::fs;
 use std::io::{self, BufWriter};
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
@@ -51,6 +56,10 @@ struct Sessions {
     ended: VecDeque<Arc<Watched>>,
     /// What all sessions that are over have exchanged.
     exchanged: Traffic,
+    /// The most steps of a session that is over, and nanoseconds that programs have waited in all of
+    /// them.
+    stepped: u64,
+    waited: u64,
     failure: Option<String>,
 }
 
@@ -86,7 +95,7 @@ impl Observed {
         }
         let serve = |address: SocketAddr| {
             let shown = shared.clone();
-            TextServer::start(address, metrics::CONTENT_TYPE, move || metrics::text(&shown))
+            TextServer::start(address, CONTENT_TYPE, move || metrics::text(&shown))
                 .map_err(Error::io(format!("serving metrics at {address}")))
         };
         let server = config.observation.metrics.map(serve).transpose()?;
@@ -99,6 +108,12 @@ impl Observed {
     /// Where metrics are served, if they are.
     pub(crate) fn metrics_address(&self) -> Option<SocketAddr> {
         self.server.as_ref().map(TextServer::address)
+    }
+
+    /// Starts telling the coordinator, about once a second, what this node does.
+    pub(super) fn tell(&self, line: &Arc<ControlLine>) -> Result<SummaryThread, Error> {
+        SummaryThread::start(self.shared.clone(), line.clone())
+            .map_err(Error::io("starting the thread that tells what this node does"))
     }
 
     /// A session begins. Returns where it is noted what the session does.
@@ -132,6 +147,8 @@ impl Observed {
             let watched = sessions.open.remove(position);
             let traffic = watched.counters.traffic();
             sessions.exchanged = sessions.exchanged.plus(traffic);
+            sessions.stepped = sessions.stepped.max(watched.trace.steps());
+            sessions.waited += watched.waited();
             sessions.ended.push_back(watched);
             if sessions.ended.len() > ENDED {
                 sessions.ended.pop_front();
@@ -184,6 +201,56 @@ impl Shared {
         (sessions.open.clone(), sessions.exchanged)
     }
 
+    /// What the node has counted so far. `before` has what each layer was waited for when this was
+    /// asked last, by session.
+    pub(super) fn count(&self, before: &mut BTreeMap<ChannelId, Vec<u64>>) -> NodeSummary {
+        let sessions = self.lock();
+        let (open, failure) = (sessions.open.clone(), sessions.failure.clone());
+        let (mut steps, mut waited) = (sessions.stepped, sessions.waited);
+        drop(sessions);
+        before.retain(|id, _| open.iter().any(|watched| watched.id == *id));
+        let mut layers: Vec<(String, u64)> = Vec::new();
+        for watched in &open {
+            steps = steps.max(watched.trace.steps());
+            waited += watched.waited();
+            let of_layers = &watched.book.job.layers;
+            let before = before.entry(watched.id).or_insert_with(|| vec![0; of_layers.len()]);
+            for (index, (layer, before)) in of_layers.iter().zip(before).enumerate() {
+                let nanos = watched.trace.waited_nanos(index);
+                let micros = nanos.saturating_sub(std::mem::replace(before, nanos)) / 1000;
+                let least = layers.last().map_or(0, |(_, least)| *least);
+                if micros > 0 && (layers.len() < LAYERS || micros > least) {
+                    layers.truncate(LAYERS - 1);
+                    layers.push((layer.name.clone(), micros));
+                    layers.sort_by_key(|(_, micros)| std::cmp::Reverse(*micros));
+                }
+            }
+        }
+        let (mut outside, mut inside, mut queued, mut resent) = ([0; 2], [0; 2], 0, 0);
+        let value = |total: &AtomicU64| total.load(Ordering::Relaxed);
+        for lane in self.recorder.totals() {
+            for way in 0..2 {
+                outside[way] += value(&lane.outside[way]);
+                inside[way] += value(&lane.inside[way]);
+            }
+            queued += value(&lane.queued);
+            resent += value(&lane.retransmitted);
+        }
+        NodeSummary {
+            node: self.node,
+            at_ms: self.epoch.elapsed().as_millis() as u64,
+            steps,
+            operations: self.recorder.operations(),
+            waited_us: waited / 1000,
+            layers,
+            outside,
+            inside,
+            queued,
+            resent,
+            failure,
+        }
+    }
+
     fn lock(&self) -> MutexGuard<'_, Sessions> {
         self.sessions.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -232,9 +299,8 @@ impl Shared {
     ) -> Value {
         let nanos = |nanos: u64| nanos as f64 / 1e9;
         let role = self.book.cluster.role(self.node);
-        let totals = self.recorder.on().map(|rings| rings.totals()).unwrap_or_default();
+        let totals = self.recorder.totals().iter();
         let lanes: Vec<Value> = totals
-            .iter()
             .map(|lane| json!({"busy_seconds": nanos(lane.busy()), "bytes": lane.bytes()}))
             .collect();
         let sessions: Vec<Value> = sessions.map(|watched| watched.summary()).collect();
@@ -254,6 +320,12 @@ impl Shared {
 }
 
 impl Watched {
+    /// Nanoseconds that the program has waited for all layers.
+    fn waited(&self) -> u64 {
+        let layers = 0..self.book.job.layers.len();
+        layers.map(|layer| self.trace.waited_nanos(layer)).sum()
+    }
+
     fn summary(&self) -> Value {
         let plan = self.book.plan();
         let of_layer = |(index, layer): (usize, &poseidon_core::Layer)| {

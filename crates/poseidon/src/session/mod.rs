@@ -227,7 +227,7 @@ impl Session {
         let Some(clock) = in_flight else {
             return Err(Error::NotInFlight { layer: self.name(layer) });
         };
-        let begin = self.parts.trace.now();
+        let begin = self.parts.trace.begin_wait();
         let is_back = self.await_lanes(layer, clock, &mut interrupted);
         self.parts.trace.waited(layer.index(), clock.0, begin);
         if !is_back.inspect_err(|error| self.node.observed.fail(error))? {

@@ -6,7 +6,7 @@ use crate::session::layers::{Layers, RebuildThread};
 use crate::session::patience;
 use crate::{Book, Error, Group, Session};
 use poseidon_core::plan::Rules;
-use poseidon_core::{Clock, Dtype, LayerId, ReduceOp};
+use poseidon_core::{ChannelId, Clock, Dtype, LayerId, ReduceOp};
 use serde_json::json;
 use std::ptr::NonNull;
 use std::sync::Arc;
@@ -90,6 +90,9 @@ impl Session {
             self.parts.command(state.lane, Command::Replan(Box::new(state.state)));
         }
         self.node.observed.replan(self.parts.id, &book);
+        if self.rank() == 0 && self.parts.id == ChannelId::FIRST {
+            self.node.line.tell_plan(&book);
+        }
         self.parts.replace(book, matrices);
         self.replace_layers(positions)
     }

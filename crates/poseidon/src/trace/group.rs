@@ -28,6 +28,7 @@ impl GroupTrace {
 
     /// The program begins an operation of this kind. Nothing if nothing is noted.
     pub(crate) fn begun(&self, kind: u32) -> Option<BegunOperation> {
+        self.recorder.operations.fetch_add(1, Ordering::Relaxed);
         let begin = self.recorder.now()?;
         let (recorder, channel) = (self.recorder.clone(), self.channel);
         let number = self.begun.fetch_add(1, Ordering::Relaxed) + 1;

@@ -45,18 +45,23 @@ impl SessionTrace {
         self.note(What::Send, layer, clock, (begin, self.now().unwrap_or(begin)));
     }
 
+    /// This thread begins to wait for a layer. Waits are counted always.
+    pub(crate) fn begin_wait(&self) -> u64 {
+        self.recorder.nanos()
+    }
+
     /// This thread has waited for `layer` since `begin`.
-    pub(crate) fn waited(&self, layer: usize, clock: u64, begin: Option<u64>) {
-        let (Some(begin), Some(of)) = (begin, self.layers.get(layer)) else { return };
-        let end = self.now().unwrap_or(begin);
-        of.waited.fetch_add(end - begin, Ordering::Relaxed);
+    pub(crate) fn waited(&self, layer: usize, clock: u64, begin: u64) {
+        let Some(of) = self.layers.get(layer) else { return };
+        let end = self.recorder.nanos();
+        of.waited.fetch_add(end.saturating_sub(begin), Ordering::Relaxed);
         self.note(What::Wait, layer, clock, (begin, end));
     }
 
     /// The program has received `layer`, whose last part was back at `landed`.
     pub(crate) fn received(&self, layer: usize, clock: u64, landed: Instant) {
-        let (Some(rings), Some(of)) = (self.recorder.on(), self.layers.get(layer)) else { return };
         self.steps.fetch_max(clock, Ordering::Relaxed);
+        let (Some(rings), Some(of)) = (self.recorder.on(), self.layers.get(layer)) else { return };
         let begin = of.sent.swap(0, Ordering::Relaxed);
         if begin > 0 {
             self.note(What::Flight, layer, clock, (begin, rings.at(landed).max(begin)));
@@ -82,7 +87,7 @@ impl SessionTrace {
         rings.note(Record { what, channel, layer, clock, begin, end, thread, more: 0 });
     }
 
-    /// Steps that the program has received, as far as they were noted.
+    /// Steps that the program has received.
     pub(crate) fn steps(&self) -> u64 {
         self.steps.load(Ordering::Relaxed)
     }
