@@ -1,6 +1,6 @@
 //! `poseidon budget`: changes what a running job may send.
 
-use crate::running_job::RunningJob;
+use crate::running_job::{Coordinator, RunningJob};
 use crate::terminal::say;
 use poseidon::coordinator::set_bandwidth_budget;
 use poseidon::{Limit, NodeId};
@@ -30,7 +30,7 @@ pub(crate) struct Args {
 
 /// Tells the nodes, and prints which were told.
 pub(crate) fn run(args: Args) -> anyhow::Result<ExitCode> {
-    let (config, patience) = args.job.find()?;
+    let Coordinator { config, patience } = args.job.find()?;
     let (address, keys, node) = (&config.coordinator, config.credentials(), args.node.map(NodeId));
     let told = set_bandwidth_budget(address, &keys, args.budget.0, node, patience)?;
     let told: Vec<_> = told.iter().map(ToString::to_string).collect();

@@ -1,9 +1,10 @@
 //! A job on this machine: its coordinator, and what every process of it is told.
 
+use crate::running_job;
 use crate::supervise::{Process, Role};
 use anyhow::Context;
 use poseidon::config::credentials;
-use poseidon::{Cluster, Coordinator, Limit, Secret, Servers};
+use poseidon::{Cluster, Config, Coordinator, Limit, Secret, Servers};
 use std::net::{IpAddr, SocketAddr, TcpListener};
 use std::path::PathBuf;
 use std::process::Command;
@@ -52,6 +53,9 @@ struct Facts {
 /// How long the coordinator waits for the last process: they start together.
 const PATIENCE: Duration = Duration::from_secs(60);
 
+/// How long an answer of the coordinator may take: it is in this very process.
+const ANSWER: Duration = Duration::from_secs(5);
+
 impl Job {
     /// Starts the coordinator of a job on this machine. The processes are started by whoever asked.
     pub(crate) fn start(size: Size) -> anyhow::Result<Self> {
@@ -79,6 +83,14 @@ impl Job {
     /// Where the coordinator listens.
     pub(crate) fn coordinator(&self) -> SocketAddr {
         self.facts.coordinator
+    }
+
+    /// Its coordinator, to be asked as anybody may who knows the secret.
+    pub(crate) fn to_ask(&self) -> anyhow::Result<running_job::Coordinator> {
+        let mut config = Config::alone(self.facts.secret.parse::<Secret>()?);
+        config.coordinator = self.facts.coordinator.to_string();
+        config.cluster = self.facts.name.clone();
+        Ok(running_job::Coordinator { config, patience: ANSWER })
     }
 
     /// All processes: `command` makes each worker's. Workers come first: a command that cannot be

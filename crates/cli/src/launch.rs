@@ -9,6 +9,7 @@ mod protocol;
 mod refusal;
 mod watch;
 
+use crate::dashboard::{Dashboard, PageAddress};
 use crate::job::{Job, Size};
 use crate::job_report;
 use crate::supervise::{self, Options};
@@ -109,6 +110,11 @@ pub(crate) struct Args {
     #[arg(long, value_name = "IP")]
     coordinator_address: Option<IpAddr>,
 
+    /// Show the job as a page while it runs, at this address. Without a host, only this machine can
+    /// see it: ':8080' is http://127.0.0.1:8080.
+    #[arg(long, value_name = "[HOST]:PORT", env = "POSEIDON_DASHBOARD")]
+    dashboard: Option<PageAddress>,
+
     /// The program each worker runs, and its arguments.
     #[arg(last = true, required = true, value_name = "CMD")]
     command: Vec<OsString>,
@@ -133,6 +139,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<ExitCode> {
     let workers = args.workers.context("-n says how many workers to start")?;
     let size = args.size(workers);
     let job = Job::start(size)?;
+    let _dashboard = Dashboard::of_job(args.dashboard, &job)?;
     let threads = Threads::shared_by(workers);
     let command = || {
         let mut command = Command::new(&args.command[0]);
@@ -160,6 +167,7 @@ fn run_on_hosts(args: Args) -> anyhow::Result<ExitCode> {
         environment: over_ssh::environment(&args.env, std::env::vars_os())?,
         command: args.command,
         address: args.coordinator_address,
+        dashboard: args.dashboard,
     };
     over_ssh::run(plan, size)
 }
@@ -197,6 +205,9 @@ Examples:
 
   The machines of a file, by another port and with another key:
     poseidon launch --hostfile hosts.txt --ssh 'ssh -p 2222 -i key' -- python train.py
+
+  Watch it in a browser, at http://127.0.0.1:8080, or in another terminal with 'poseidon top':
+    poseidon launch -n 4 --dashboard :8080 -- python train.py
 
   See what a worker is told:
     poseidon launch -n 2 -- sh -c 'echo I am $RANK of $WORLD_SIZE'";

@@ -8,6 +8,7 @@ mod bench;
 mod budget;
 mod checkpoint;
 mod completions;
+mod dashboard;
 mod data;
 mod doctor;
 #[cfg(test)]
@@ -28,6 +29,7 @@ mod serve;
 mod supervise;
 mod terminal;
 mod threads;
+mod top;
 mod train;
 
 use anyhow::Context;
@@ -56,6 +58,8 @@ enum Command {
     Lab(lab::Args),
     Doctor(doctor::Args),
     Serve(serve::Args),
+    Top(top::Args),
+    Dashboard(dashboard::Args),
     Query(query::Args),
     Budget(budget::Args),
     Report(job_report::Args),
@@ -77,6 +81,8 @@ impl Command {
             Self::Lab(args) => lab::run(args),
             Self::Doctor(args) => doctor::run(args),
             Self::Serve(args) => serve::run(args),
+            Self::Top(args) => top::run(args),
+            Self::Dashboard(args) => dashboard::run(args),
             Self::Query(args) => query::run(args),
             Self::Budget(args) => budget::run(args),
             Self::Report(args) => job_report::run(args),
@@ -156,6 +162,10 @@ Examples:
 
   The same on four virtual machines with 1 Gbit/s between them:
     poseidon lab --nodes 4 --rate 1gbit -- python train.py --epochs 10
+
+  Watch it while it runs: in another terminal, or in a browser at http://127.0.0.1:8080
+    poseidon top
+    poseidon launch -n 4 --dashboard :8080 -- python train.py
 
   See what a job does, layer by layer; launch makes a page of it:
     POSEIDON_REPORT=seen poseidon launch -n 4 -- python train.py

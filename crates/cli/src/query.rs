@@ -7,7 +7,6 @@ use crate::running_job::RunningJob;
 use crate::terminal::columns::table;
 use crate::terminal::{printable, say};
 use anyhow::bail;
-use poseidon::coordinator::query;
 use poseidon::{PlacedChunk, PlannedLayer, PlannedPort};
 use serde_json::Value;
 use std::process::ExitCode;
@@ -18,10 +17,11 @@ use std::process::ExitCode;
 /// from it: 'plan' is how each layer is synchronised and why, 'chunks' where each chunk lives,
 /// 'ports' what the nodes' ports carry, 'tree' which nodes share a host and a rack, and what that
 /// means for sums. These four are text for people, everything else and everything below them is
-/// JSON.
+/// JSON. 'live' is what the job does right now, which 'poseidon top' shows.
 ///
 /// Takes the coordinator's address and the secret from the job's environment (POSEIDON_COORDINATOR,
-/// POSEIDON_SECRET, POSEIDON_CLUSTER), unless they are given.
+/// POSEIDON_SECRET, POSEIDON_CLUSTER), unless they are given. Outside of one, it finds the job that
+/// you run on this machine.
 #[derive(clap::Args, Debug)]
 #[command(after_help = EXAMPLES)]
 pub(crate) struct Args {
@@ -40,9 +40,8 @@ pub(crate) struct Args {
 
 /// Prints the answer.
 pub(crate) fn run(args: Args) -> anyhow::Result<ExitCode> {
-    let (config, patience) = args.job.find()?;
-    let credentials = config.credentials();
-    let ask = |key: &str| Ok(query(&config.coordinator, &credentials, key, patience)?);
+    let coordinator = args.job.find()?;
+    let ask = |key: &str| coordinator.ask(key);
     let Some(answer) = ask(&args.key)? else { bail!(what_there_is(&args.key, ask)?) };
     say(&match &*args.key {
         "plan" if !args.json => plan_table(&serde_json::from_value::<Vec<_>>(answer)?),
@@ -163,6 +162,9 @@ Examples:
   Which ranks share a host and its port? Which hosts are in which rack?
     poseidon query tree
     poseidon query tree --json | jq '.racks[].hosts | length'
+
+  How many steps does it make in a second?
+    poseidon query live | jq .steps_per_second
 
   One fact, for a script: the first layer's scheme, or where node 3 listens.
     poseidon query plan.0.scheme

@@ -11,6 +11,7 @@ mod thinned;
 mod turnout;
 mod worker;
 
+use crate::dashboard::{Dashboard, PageAddress};
 use crate::job::{Job, Size};
 use crate::job_report;
 use crate::supervise::{self, Options};
@@ -78,6 +79,11 @@ pub(crate) struct Args {
     /// [default: POSEIDON_RACK, or Slurm's topology].
     #[arg(long, value_name = "NAME")]
     rack: Option<String>,
+
+    /// Show the job as a page while it runs, at this address. Without a host, only this machine can
+    /// see it: ':8080' is http://127.0.0.1:8080. 'poseidon top' shows the same in a terminal.
+    #[arg(long, value_name = "[HOST]:PORT", env = "POSEIDON_DASHBOARD")]
+    dashboard: Option<PageAddress>,
 }
 
 /// Trains, or starts the workers that do.
@@ -122,6 +128,9 @@ pub(crate) fn run(args: Args) -> anyhow::Result<ExitCode> {
     }
     let settings = Settings { workers: config.workers, servers: config.servers, ..settings };
     settings.check_workers()?;
+    // Where there is a launcher of ours, it has the coordinator, and shows the job.
+    let shown = args.dashboard.filter(|_| config.serves_coordinator);
+    let _dashboard = Dashboard::beside(shown, &config)?;
     worker::run(&settings, config, args.json)?;
     Ok(ExitCode::SUCCESS)
 }
@@ -135,6 +144,7 @@ fn start_workers(args: &Args, settings: &Settings) -> anyhow::Result<ExitCode> {
         budget: args.bandwidth_budget,
         address: [127, 0, 0, 1].into(),
     })?;
+    let _dashboard = Dashboard::of_job(args.dashboard, &job)?;
     let command = || {
         let mut command: Command = job.own_program();
         command.args(std::env::args_os().skip(1));
@@ -169,6 +179,9 @@ Examples:
   Save the state every 500 steps and keep the last three; go on after an interruption:
     poseidon train --checkpoint runs/a --every 500 --keep 3
     poseidon train --resume runs/a
+
+  Watch it in a browser, at http://127.0.0.1:8080:
+    poseidon train --dashboard :8080
 
   On two machines, one command each; both need the same secret (POSEIDON_SECRET):
     poseidon train --rank 0 --world 2 --coordinator 10.0.0.1:29600

@@ -6,6 +6,7 @@ use super::meeting::{self, ThisMachine};
 use super::protocol::{Assignment, Described, Greeting, Order};
 use super::refusal::Called;
 use super::watch::Run;
+use crate::dashboard::{Dashboard, PageAddress};
 use crate::job::{Job, Share, Size};
 use crate::supervise::{End, Process, Role, SignalListener, SignalName};
 use crate::{threads, wants_colour};
@@ -35,6 +36,8 @@ pub(super) struct Plan {
     pub(super) command: Vec<OsString>,
     /// Where the coordinator is to listen, if the user has said it.
     pub(super) address: Option<IpAddr>,
+    /// Where the job is shown as a page.
+    pub(super) dashboard: Option<PageAddress>,
 }
 
 /// Runs the job. `size` has no address yet.
@@ -63,6 +66,7 @@ pub(super) fn run(plan: Plan, size: Size) -> anyhow::Result<ExitCode> {
     let master = meeting::master(greeted[0], place.ip);
     let job = Job::start_on_hosts(size, master)?;
     tracing::info!("the coordinator is at {}: {}", job.coordinator(), place.reason);
+    let _dashboard = Dashboard::of_job(plan.dashboard, &job)?;
     let mut first = 0;
     for (connection, share) in connections.iter().zip(shares(&plan.hosts, size.servers.extra())) {
         let assignment = assignment(&plan, &job, &connection.host, &share, first);

@@ -8,7 +8,7 @@
 
 mod asking;
 
-use crate::job::book::Book;
+use crate::job::book::{Book, lookup};
 use crate::job::control::{Asker, Body, Message, Numbered, Reply, receive};
 use crate::job::gather::{self, Post};
 use crate::job::joining::Joining;
@@ -342,7 +342,7 @@ impl State {
             Message::Query { key } => {
                 let value = match &*key {
                     WAITING => self.waiting(),
-                    LIVE => self.tell_live(now),
+                    key if key.split('.').next() == Some(LIVE) => self.tell_live(key, now),
                     _ => self.joining.tell(&key),
                 };
                 vec![Reply::new(asker, &Message::Answer { value })]
@@ -390,10 +390,12 @@ impl State {
     }
 
     /// What the job does.
-    fn tell_live(&self, now: Instant) -> Option<Value> {
+    fn tell_live(&self, key: &str, now: Instant) -> Option<Value> {
         let (book, missing) = (self.joining.book(), self.joining.missing());
         let missing = missing.into_iter().map(|(_, name)| name).collect();
-        serde_json::to_value(self.live.tell(book.map(|book| &**book), missing, wall(now))).ok()
+        let live = self.live.tell(book.map(|book| &**book), missing, wall(now));
+        let rest = key.split_once('.').map_or("", |(_, rest)| rest);
+        lookup(serde_json::to_value(live).ok()?, rest)
     }
 
     /// Takes up what `node` says of itself, and acknowledges it.
