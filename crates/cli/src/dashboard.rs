@@ -65,7 +65,8 @@ impl FromStr for PageAddress {
         if let Ok(port) = text.strip_prefix(':').unwrap_or(text).parse() {
             return Ok(Self(SocketAddr::new(IpAddr::V4(Ipv4Addr::LOCALHOST), port)));
         }
-        let expected = "expected a port such as :8080, or an address and a port such as 0.0.0.0:8080";
+        let expected =
+            "expected a port such as :8080, or an address and a port such as 0.0.0.0:8080";
         text.replace("localhost:", "127.0.0.1:").parse().map(Self).map_err(|_| expected.into())
     }
 }
@@ -102,7 +103,8 @@ impl Dashboard {
     }
 
     fn start(PageAddress(address): PageAddress, coordinator: Coordinator) -> anyhow::Result<Self> {
-        let about = || format!("cannot show the job at {address}; --dashboard :0 takes any free port");
+        let about =
+            || format!("cannot show the job at {address}; --dashboard :0 takes any free port");
         let listener = TcpListener::bind(address).with_context(about)?;
         listener.set_nonblocking(true).with_context(about)?;
         let address = listener.local_addr().with_context(about)?;

@@ -46,7 +46,11 @@ impl RunningJob {
             match (self.coordinator, &here[..]) {
                 (Some(address), here) => {
                     // The job's own process knows its secret; without one, the user's is tried.
-                    config = here.iter().find(|job| job.coordinator == address).unwrap_or(&config).clone();
+                    config = here
+                        .iter()
+                        .find(|job| job.coordinator == address)
+                        .unwrap_or(&config)
+                        .clone();
                 }
                 (None, [job]) => config = job.clone(),
                 (None, []) if config.coordinator.ends_with(":0") => bail!(
@@ -59,7 +63,10 @@ impl RunningJob {
                         format!("  {}  {}, {} workers", job.coordinator, job.cluster, job.workers)
                     };
                     let all: Vec<_> = several.iter().map(words).collect();
-                    bail!("several jobs run here; say which, with --coordinator:\n{}", all.join("\n"));
+                    bail!(
+                        "several jobs run here; say which, with --coordinator:\n{}",
+                        all.join("\n")
+                    );
                 }
             }
         }
@@ -116,11 +123,15 @@ mod tests {
 
     #[test]
     fn a_workers_environment_tells_of_its_job_and_others_tell_nothing() {
-        let worker = b"RANK=1\0WORLD_SIZE=4\0LOCAL_RANK=1\0LOCAL_WORLD_SIZE=4\0MASTER_ADDR=127.0.0.1\0\
+        let worker =
+            b"RANK=1\0WORLD_SIZE=4\0LOCAL_RANK=1\0LOCAL_WORLD_SIZE=4\0MASTER_ADDR=127.0.0.1\0\
             MASTER_PORT=5001\0POSEIDON_COORDINATOR=127.0.0.1:5000\0POSEIDON_CLUSTER=launch-7\0\
             POSEIDON_SECRET=0123456789abcdef0123456789abcdef\0\xff=1\0";
         let job = job_of(worker).unwrap();
-        assert_eq!((&*job.coordinator, &*job.cluster, job.workers), ("127.0.0.1:5000", "launch-7", 4));
+        assert_eq!(
+            (&*job.coordinator, &*job.cluster, job.workers),
+            ("127.0.0.1:5000", "launch-7", 4)
+        );
         let without = |name: &[u8]| -> Vec<u8> {
             let parts = worker.split(|byte| *byte == 0).filter(|part| !part.starts_with(name));
             parts.collect::<Vec<_>>().join(&0)

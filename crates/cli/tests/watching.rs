@@ -29,7 +29,7 @@ impl Job {
         std::fs::write(folder.path().join("small.toml"), trial::SMALL).unwrap();
         let errors = std::fs::File::create(folder.path().join("stderr")).unwrap();
         let mut train = Command::new(POSEIDON);
-        let flags = "train --model small.toml --workers 3 --batch 4 --epochs 100000 --compute 20ms \
+        let flags = "train --model small.toml --workers 3 --batch 4 --epochs 100000 --compute 100ms \
                      --slow 2:4 --report report --dashboard :0";
         train.args(flags.split_whitespace());
         train.env_clear().env("HOME", folder.path()).current_dir(&folder);
@@ -205,9 +205,7 @@ fn a_browser_shows_the_job_and_says_so_when_there_is_no_news() {
     job.wait_for_steps();
     let _ = job.train.kill();
     let _ = job.train.wait();
-    wait_for("the page notices", || {
-        job.get("/metrics", &job.page).starts_with("HTTP/1.1 503")
-    });
+    wait_for("the page notices", || job.get("/metrics", &job.page).starts_with("HTTP/1.1 503"));
     let page = dom(&address, job.folder.path());
     assert!(page.contains("<body class=\"old\">") && page.contains("No news since "), "{page}");
     // What was heard last is still there.

@@ -5,9 +5,7 @@ mod cluster;
 use cluster::{Layout, without_hanging};
 use poseidon::coordinator::query;
 use poseidon::live::{LiveLevel, LiveNodeState};
-use poseidon::{
-    Buffer, Config, Error, Layer, LayerId, LayerKind, LiveJob, Policy, Rules, Session,
-};
+use poseidon::{Buffer, Config, Error, Layer, LayerId, LayerKind, LiveJob, Policy, Rules, Session};
 use std::time::{Duration, Instant};
 
 const PATIENCE: Duration = Duration::from_secs(60);

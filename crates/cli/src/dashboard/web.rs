@@ -51,7 +51,9 @@ fn router(shown: Receiver<Shown>, is_private: bool) -> Router {
         .route("/plan", get(plan))
         .route("/events", get(events))
         .route("/metrics", get(metrics))
-        .fallback(|| async { (StatusCode::NOT_FOUND, "There is / here, /live, /plan and /metrics.\n") })
+        .fallback(|| async {
+            (StatusCode::NOT_FOUND, "There is / here, /live, /plan and /metrics.\n")
+        })
         .layer(middleware::from_fn(check))
         .with_state(shown)
 }
@@ -94,7 +96,9 @@ async fn plan(State(shown): State<Receiver<Shown>>) -> Response {
 async fn metrics(State(shown): State<Receiver<Shown>>) -> Response {
     let now = shown.borrow().clone();
     match (now.job, now.error) {
-        (Some(job), None) => ([(header::CONTENT_TYPE, METRICS_CONTENT_TYPE)], job.metrics()).into_response(),
+        (Some(job), None) => {
+            ([(header::CONTENT_TYPE, METRICS_CONTENT_TYPE)], job.metrics()).into_response()
+        }
         // Numbers of a job that is not heard any more would look like those of one that stands still.
         (_, error) => {
             let words = error.unwrap_or_else(|| "nothing was heard of the job yet".into());
@@ -143,7 +147,9 @@ mod tests {
         for host in ["localhost", "LOCALHOST:8080", "127.0.0.1:8080", "127.8.0.1", "[::1]:8080"] {
             assert!(names_this_machine(host), "{host}");
         }
-        for host in ["", "evil.example", "evil.example:8080", "10.0.0.1:8080", "localhost.evil", "[::2]"] {
+        for host in
+            ["", "evil.example", "evil.example:8080", "10.0.0.1:8080", "localhost.evil", "[::2]"]
+        {
             assert!(!names_this_machine(host), "{host}");
         }
     }

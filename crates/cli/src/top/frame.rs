@@ -65,7 +65,7 @@ pub(super) fn draw(frame: &mut Frame<'_>, view: &mut View, now: Instant) {
     let Some(job) = &view.job else { return };
     draw_trend(frame, job, trend);
     draw_nodes(frame, job, view.first, table);
-    let halves = [Constraint::Length(38), Constraint::Min(20)];
+    let halves = [Constraint::Length(46), Constraint::Min(20)];
     let [layers, events] = Layout::horizontal(halves).areas(below);
     frame.render_widget(Paragraph::new(layer_lines(job)).block(titled("waited for most")), layers);
     let room = usize::from(events.height.saturating_sub(2));
@@ -112,7 +112,9 @@ fn heading<'a>(view: &'a View, now: Instant) -> Vec<Line<'a>> {
             let words = format!("slowest: {}: {}", slowest.name, slowest.why);
             Line::from(Span::raw(words).fg(Color::Yellow))
         }
-        (None, None) if job.nodes.len() > 1 => Line::from("no worker is slower than the others".dim()),
+        (None, None) if job.nodes.len() > 1 => {
+            Line::from("no worker is slower than the others".dim())
+        }
         (None, None) => Line::default(),
     };
     vec![Line::from(first), Line::from(second), third]
@@ -130,7 +132,8 @@ fn draw_trend(frame: &mut Frame<'_>, job: &LiveJob, area: Rect) {
 }
 
 fn draw_nodes(frame: &mut Frame<'_>, job: &LiveJob, first: usize, area: Rect) {
-    let header = ["node", "", "steps/s", "waiting", "sent", "received", "port", "queue", "resent"];
+    let header =
+        ["node", "steps/s", "waiting", "sent", "received", "in host", "port", "queue", "resent"];
     let header = Row::new(header).style(Style::new().add_modifier(Modifier::BOLD));
     let slowest = job.slowest.as_ref().map(|slowest| slowest.node);
     let rows = job.nodes.iter().skip(first).map(|node| {
@@ -139,18 +142,20 @@ fn draw_nodes(frame: &mut Frame<'_>, job: &LiveJob, first: usize, area: Rect) {
             LiveNodeState::Lost => row.style(style(LiveLevel::Fault)),
             LiveNodeState::Silent => row.style(style(LiveLevel::Warning)),
             LiveNodeState::Left | LiveNodeState::Joined => row.style(Style::new().dim()),
-            LiveNodeState::Running if slowest == Some(node.node) => row.style(style(LiveLevel::Warning)),
+            LiveNodeState::Running if slowest == Some(node.node) => {
+                row.style(style(LiveLevel::Warning))
+            }
             LiveNodeState::Running => row,
         }
     });
     let widths = [
-        Constraint::Min(12),
+        Constraint::Min(15),
         Constraint::Length(7),
         Constraint::Length(7),
-        Constraint::Length(8),
-        Constraint::Length(10),
-        Constraint::Length(10),
         Constraint::Length(9),
+        Constraint::Length(9),
+        Constraint::Length(9),
+        Constraint::Length(5),
         Constraint::Length(5),
         Constraint::Length(7),
     ];
@@ -164,25 +169,20 @@ fn draw_nodes(frame: &mut Frame<'_>, job: &LiveJob, first: usize, area: Rect) {
 
 fn node_cells(node: &LiveNode) -> [String; 9] {
     let state = match node.state {
-        LiveNodeState::Joined => "joined",
+        LiveNodeState::Joined => ", joined",
         LiveNodeState::Running => "",
-        LiveNodeState::Silent => "silent",
-        LiveNodeState::Left => "done",
-        LiveNodeState::Lost => "LOST",
-    };
-    // Of links within a host there is only one number: both ends are here.
-    let (sent, received) = match node.sent + node.received > 0.0 {
-        true => (per_second(node.sent), per_second(node.received)),
-        false => (per_second(node.sent_inside), "in host".into()),
+        LiveNodeState::Silent => ", silent",
+        LiveNodeState::Left => ", done",
+        LiveNodeState::Lost => ", LOST",
     };
     let port = node.port_use.map(|[sent, received]| percent(sent.max(received)));
     [
-        printable(&node.name),
-        state.into(),
+        printable(&node.name) + state,
         units::rate(node.steps_per_second),
         node.waiting.map_or_else(String::new, percent),
-        sent,
-        received,
+        per_second(node.sent),
+        per_second(node.received),
+        per_second(node.sent_inside),
         port.unwrap_or_else(|| "?".into()),
         node.queued.to_string(),
         node.resent.to_string(),
@@ -294,7 +294,7 @@ mod tests {
         let row = text.lines().find(|line| line.contains("worker 0")).unwrap();
         let cells: Vec<_> = row.split_whitespace().collect();
         let expected =
-            ["12.5", "58", "%", "1.25", "MB/s", "2.50", "MB/s", "20", "%", "3", "17"];
+            ["12.5", "58", "%", "1.25", "MB/s", "2.50", "MB/s", "0", "B/s", "20", "%", "3", "17"];
         assert_eq!(cells[3..cells.len() - 1], expected, "{row}");
         assert!(text.contains("fc6") && !text.contains('\u{1b}'), "{text}");
         // Any width will do.

@@ -8,6 +8,7 @@
 
 mod asking;
 
+use crate::Error;
 use crate::job::book::{Book, lookup};
 use crate::job::control::{Asker, Body, Message, Numbered, Reply, receive};
 use crate::job::gather::{self, Post};
@@ -15,7 +16,6 @@ use crate::job::joining::Joining;
 use crate::job::live::{LIVE, LiveState, Now};
 use crate::job::open::{Opening, Openings};
 use crate::job::rounds::{Rounds, WAITING, Waiting};
-use crate::Error;
 pub use asking::{query, set_bandwidth_budget};
 use poseidon_core::running_time::RunningTime;
 use poseidon_core::wire::{Hello, Purpose, Status};
@@ -377,7 +377,8 @@ impl State {
                 self.tell_budget(asker, rate, node)
             }
             other => {
-                let expected = "expected join, measured, query, gather, open, summary, leave or budget";
+                let expected =
+                    "expected join, measured, query, gather, open, summary, leave or budget";
                 vec![Reply::refusal(asker, format!("{expected}, got {}", other.name()))]
             }
         }

@@ -16,8 +16,8 @@ use poseidon_core::{LayerId, NodeId, Port, Rate, Scheme};
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, VecDeque};
 use std::time::{Duration, Instant};
-pub(crate) use summary::{LAYERS, NodeSummary};
 use summary::Recent;
+pub(crate) use summary::{LAYERS, NodeSummary};
 
 /// What a running job does now, and did in the last minutes.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
@@ -61,7 +61,7 @@ pub struct LiveNode {
     pub node: NodeId,
     /// Its name, such as `worker 3`.
     pub name: String,
-    /// The host that it is on.
+    /// The name that people have given its host, or the host's address.
     pub host: String,
     /// Whether it computes gradients.
     pub worker: bool,
@@ -322,7 +322,9 @@ impl LiveState {
         LiveJob {
             steps: nodes.iter().map(|node| node.steps).max().unwrap_or(0),
             steps_per_second: largest(workers.iter().map(|node| node.steps_per_second)),
-            operations_per_second: largest(operations.map(|k| k.recent.per_second(|c| c.operations))),
+            operations_per_second: largest(
+                operations.map(|k| k.recent.per_second(|c| c.operations)),
+            ),
             waiting: mean(&waits),
             sent: sum(|node| node.sent),
             sent_inside: sum(|node| node.sent_inside),
@@ -342,11 +344,16 @@ impl LiveState {
         let known = self.nodes.get(&id);
         let recent = known.map_or(&none, |known| &known.recent);
         let worker = book.cluster.role(id).is_some_and(|role| role.worker);
+        // A machine's own identity is a long number, which says nothing to people.
+        let host = book.nodes.get(id.index()).map(|facts| match facts.host.len() {
+            ..=32 => &*facts.host,
+            _ => facts.tcp.rsplit_once(':').map_or(&*facts.tcp, |(address, _)| address),
+        });
         let (last, known_rates) = (recent.last(), recent.seconds() > 0.0);
         LiveNode {
             node: id,
             name: book.cluster.name(id),
-            host: book.nodes.get(id.index()).map_or_else(String::new, |f| printable(&f.host).into()),
+            host: host.map_or_else(String::new, |host| printable(host).into()),
             worker,
             state: LiveNodeState::Joined,
             unheard: 0.0,
@@ -427,7 +434,9 @@ impl LiveJob {
                 (LiveNodeState::Lost, _) => {
                     concerns.push((LiveLevel::Fault, format!("{name} is lost")));
                 }
-                (_, Some(failure)) => concerns.push((LiveLevel::Fault, format!("{name}: {failure}"))),
+                (_, Some(failure)) => {
+                    concerns.push((LiveLevel::Fault, format!("{name}: {failure}")))
+                }
                 (LiveNodeState::Silent, _) => {
                     let words = format!("{name} has not been heard for {:.0} s", node.unheard);
                     concerns.push((LiveLevel::Warning, words));

@@ -28,7 +28,8 @@ impl Page {
     }
 
     pub(crate) fn sample(&mut self, name: &str, labels: Labels<'_>, value: f64) {
-        let own = labels.iter().map(|(label, of)| format!("{label}=\"{}\"", Escaped(&of.to_string())));
+        let own =
+            labels.iter().map(|(label, of)| format!("{label}=\"{}\"", Escaped(&of.to_string())));
         let common = Some(self.common.clone()).filter(|common| !common.is_empty());
         let all: Vec<String> = common.into_iter().chain(own).collect();
         let _ = match all.is_empty() {
@@ -60,7 +61,12 @@ pub(super) fn of_job(job: &LiveJob) -> String {
             "Share of time that workers wait for layers.",
             job.waiting.unwrap_or(0.0),
         ),
-        ("poseidon_job_missing_nodes", "gauge", "Nodes that have not joined.", job.missing.len() as f64),
+        (
+            "poseidon_job_missing_nodes",
+            "gauge",
+            "Nodes that have not joined.",
+            job.missing.len() as f64,
+        ),
         ("poseidon_job_plan_epoch", "gauge", "The number of the plan.", f64::from(job.plan.epoch)),
         (
             "poseidon_job_straggler",
@@ -87,7 +93,11 @@ pub(super) fn of_job(job: &LiveJob) -> String {
         }
     }
     let waits = "poseidon_job_layer_waiting_ratio";
-    page.family(waits, "gauge", "Share of time that workers wait for a layer: the most awaited ones.");
+    page.family(
+        waits,
+        "gauge",
+        "Share of time that workers wait for a layer: the most awaited ones.",
+    );
     for layer in &job.layers {
         page.sample(waits, &[("layer", &layer.layer)], layer.waiting);
     }
@@ -105,7 +115,9 @@ const OF_NODES: [OfNode; 9] = [
     ("poseidon_node_waiting_ratio", "gauge", "Share of time that a node waits for layers.", |n| {
         n.waiting.unwrap_or(0.0)
     }),
-    ("poseidon_node_sent_bytes_per_second", "gauge", "Bytes to other hosts in a second.", |n| n.sent),
+    ("poseidon_node_sent_bytes_per_second", "gauge", "Bytes to other hosts in a second.", |n| {
+        n.sent
+    }),
     (
         "poseidon_node_received_bytes_per_second",
         "gauge",
@@ -121,9 +133,12 @@ const OF_NODES: [OfNode; 9] = [
     ("poseidon_node_queued_messages", "gauge", "Messages that links have not taken.", |node| {
         node.queued as f64
     }),
-    ("poseidon_node_retransmitted_segments_total", "counter", "Segments that TCP sent again.", |n| {
-        n.resent as f64
-    }),
+    (
+        "poseidon_node_retransmitted_segments_total",
+        "counter",
+        "Segments that TCP sent again.",
+        |n| n.resent as f64,
+    ),
     ("poseidon_node_unheard_seconds", "gauge", "How long nothing was heard of a node.", |node| {
         node.unheard
     }),

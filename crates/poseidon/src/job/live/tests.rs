@@ -78,7 +78,8 @@ fn rates_are_of_the_last_seconds_and_nodes_of_a_host_share_its_port() {
     let [first, second, third] = &job.nodes[..] else { panic!("{job:?}") };
     assert!(close(first.sent, 250_000.0) && close(first.received, 125_000.0), "{first:?}");
     // Two nodes share the first port, and the third has its own.
-    for (node, [sent, received]) in [(first, [0.5, 0.25]), (second, [0.5, 0.25]), (third, [0.25, 0.125])]
+    for (node, [sent, received]) in
+        [(first, [0.5, 0.25]), (second, [0.5, 0.25]), (third, [0.25, 0.125])]
     {
         let [s, r] = node.port_use.unwrap();
         assert!(close(s, sent) && close(r, received), "{node:?}");
