@@ -109,13 +109,16 @@ fn job_of(environment: &[u8]) -> Option<Config> {
         .split(|byte| *byte == 0)
         .filter_map(|variable| std::str::from_utf8(variable).ok()?.split_once('='))
         .collect();
-    let is_launched = variables.contains_key("RANK") || variables.contains_key("POSEIDON_SERVER");
+    let is_launched = LAUNCHED.iter().any(|name| variables.contains_key(name));
     if !is_launched || !variables.keys().any(|name| name.starts_with("POSEIDON_")) {
         return None;
     }
     let get = |name: &str| variables.get(name).map(|value| value.to_string());
     Config::from_variables(&get).ok().filter(|config| !config.coordinator.ends_with(":0"))
 }
+
+/// What a process of a job has in its environment, one of these, whoever has started it.
+const LAUNCHED: [&str; 4] = ["RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID", "POSEIDON_SERVER"];
 
 #[cfg(test)]
 mod tests {
