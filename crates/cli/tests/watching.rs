@@ -170,12 +170,22 @@ fn a_browser_shows_the_job_and_says_so_when_there_is_no_news() {
     let mut job = Job::start();
     job.wait_for_steps();
     let dom = |url: &str, home: &Path| {
+        let out = home.join("dom.html");
         let mut browser = Command::new(&chromium);
         browser.args(["--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]);
-        browser.args(["--virtual-time-budget=1000", "--timeout=30000", "--dump-dom", url]);
-        let output = browser.env("HOME", home).stdin(Stdio::null()).output().unwrap();
-        assert!(output.status.success(), "{output:?}");
-        String::from_utf8(output.stdout).unwrap()
+        // The page goes on hearing news, so the browser is told when it has seen enough.
+        browser.args(["--timeout=2000", "--dump-dom", url]);
+        browser.env("HOME", home).stdin(Stdio::null()).stderr(Stdio::null());
+        browser.stdout(std::fs::File::create(&out).unwrap());
+        let mut browser = Ended(browser.spawn().unwrap());
+        let mut status = None;
+        wait_for("the browser has seen the page", || {
+            status = browser.0.try_wait().unwrap();
+            status.is_some()
+        });
+        let dom = std::fs::read_to_string(out).unwrap();
+        assert!(status.unwrap().success(), "{status:?}: {dom}");
+        dom
     };
     let page = dom(&format!("http://{}/", job.page), job.folder.path());
     for part in ["<td>worker 2", "3 nodes, running for", "the job has begun, with 3 nodes"] {
