@@ -107,6 +107,7 @@ fn caller(input: &[u8]) -> Outcome {
         purpose: Purpose::Lane,
         node: NodeId(1),
         lane: LaneId(0),
+        encrypt: false,
         cluster: CLUSTER,
         identity: JobId([5; 16]),
         epoch: Epoch(1),

@@ -5,7 +5,8 @@
 //! or a whole float fails its tests. Nothing waits: a test polls its links and, when no link makes
 //! progress, advances the clock to the next [`Faults::next_event`].
 
-use crate::{Carrier, Link, Tags};
+use crate::encrypted::EncryptedLink;
+use crate::{Carrier, Link, Records, Tags};
 use std::collections::VecDeque;
 use std::io::{self, ErrorKind, IoSlice, IoSliceMut, Read};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -70,6 +71,16 @@ pub fn tagged_pair(clock: VirtualClock, shape: Shape) -> (MemoryLink, MemoryLink
     let (mut near, mut far) = pair(clock, shape);
     [near.tags, far.tags] = tags().map(Some);
     (near, far)
+}
+
+/// As [`pair`], of links that are encrypted.
+pub fn encrypted_pair(clock: VirtualClock, shape: Shape) -> (impl Link, impl Link) {
+    let (near, far) = pair(clock, shape);
+    let keys = ([0x5a; 16], [0xa5; 16]);
+    (
+        EncryptedLink::new(near, Records::new(keys.0, keys.1)),
+        EncryptedLink::new(far, Records::new(keys.1, keys.0)),
+    )
 }
 
 /// What two ends of a connection tag with, for tests.
