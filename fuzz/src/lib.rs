@@ -113,7 +113,7 @@ fn caller(input: &[u8]) -> Outcome {
         epoch: Epoch(1),
         nonce: [9; 32],
     };
-    turned_away(call(&mut Stranger(input), &hello, &credentials().secret))
+    turned_away(call(&mut Stranger(input), &hello, None, &credentials().secret))
 }
 
 fn turned_away<T: std::fmt::Debug>(result: Result<T, HandshakeError>) -> Outcome {
@@ -126,7 +126,7 @@ fn turned_away<T: std::fmt::Debug>(result: Result<T, HandshakeError>) -> Outcome
 
 fn credentials() -> Credentials {
     let secret = "nobody knows what".parse().expect("it is long enough");
-    Credentials { cluster: CLUSTER, secret }
+    Credentials { cluster: CLUSTER, secret, encrypt: false }
 }
 
 /// The other end of a connection: says its bytes whatever it hears.

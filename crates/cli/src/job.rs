@@ -24,6 +24,8 @@ pub(crate) struct Size {
     pub(crate) lanes: Option<u16>,
     /// What each process may send to other hosts. `None`: the environment says.
     pub(crate) budget: Option<Limit>,
+    /// Whether what goes between hosts is encrypted.
+    pub(crate) encrypt: bool,
     pub(crate) address: IpAddr,
 }
 
@@ -71,7 +73,7 @@ impl Job {
         Cluster::new(size.workers, size.servers, size.lanes.unwrap_or(1))?;
         let secret = Secret::random().context("the system gave no random bytes")?;
         let name = format!("launch-{}", std::process::id());
-        let door = credentials(&name, secret.clone());
+        let door = credentials(&name, secret.clone(), size.encrypt);
         let coordinator = Coordinator::bind(size.address, 0, door, PATIENCE)?;
         Ok(Listening { coordinator, secret, name })
     }
@@ -177,6 +179,9 @@ impl Facts {
             .env("POSEIDON_SECRET", &self.secret)
             .env("POSEIDON_CLUSTER", &self.name)
             .env("POSEIDON_SERVERS", self.size.servers.to_string());
+        if self.size.encrypt {
+            command.env("POSEIDON_ENCRYPT", "1");
+        }
         if let Some(lanes) = self.size.lanes {
             command.env("POSEIDON_LANES", lanes.to_string());
         }
@@ -203,7 +208,7 @@ mod tests {
     fn facts(lanes: Option<u16>) -> Facts {
         let address = IpAddr::from([127, 0, 0, 1]);
         Facts {
-            size: Size { workers: 3, servers: Servers::Mixed(2), lanes, budget: None, address },
+            size: Size { workers: 3, servers: Servers::Mixed(2), lanes, budget: None, encrypt: false, address },
             coordinator: "127.0.0.1:5000".parse().unwrap(),
             master: ("127.0.0.1".into(), 5001),
             secret: "5ec2e7".into(),

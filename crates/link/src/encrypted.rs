@@ -82,7 +82,7 @@ impl<L: Link> Link for EncryptedLink<L> {
         self.flush()?;
         let (mut total, mut skip) = (0, 0);
         let offered = bufs.iter().map(|buf| buf.len()).sum();
-        while total < offered && !self.has_unsent() {
+        while total < offered && self.unsent() == 0 {
             let rest = bufs.iter().map(|buf| {
                 let rest = &buf[skip.min(buf.len())..];
                 skip -= buf.len() - rest.len();
@@ -99,8 +99,8 @@ impl<L: Link> Link for EncryptedLink<L> {
         Ok(total)
     }
 
-    fn has_unsent(&self) -> bool {
-        !self.records.writer.held().is_empty()
+    fn unsent(&self) -> usize {
+        self.records.writer.held().len()
     }
 
     fn flush(&mut self) -> io::Result<()> {
@@ -188,7 +188,7 @@ mod tests {
             got.extend_from_slice(&shown[..count]);
             far.consume(count).unwrap();
         }
-        assert_eq!((got == text, near.has_unsent()), (true, false));
+        assert_eq!((got == text, near.unsent()), (true, 0));
         near.finish().unwrap();
         assert_eq!(far.read(&mut [IoSliceMut::new(&mut [0])]).unwrap(), 0);
     }

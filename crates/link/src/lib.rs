@@ -83,9 +83,9 @@ pub trait Link: Send {
     /// Writes some prefix of `bufs`. More than 1024 buffers are not all used.
     fn write(&mut self, bufs: &[IoSlice<'_>]) -> io::Result<usize>;
 
-    /// Whether the link holds bytes that were written and that it could not send yet.
-    fn has_unsent(&self) -> bool {
-        false
+    /// Bytes that the link holds, because it has taken something that it could not send yet.
+    fn unsent(&self) -> usize {
+        0
     }
 
     /// Sends what the link holds. Fails with [`io::ErrorKind::WouldBlock`] if it still holds some.

@@ -35,7 +35,7 @@ fn run_on<T: Send + 'static>(
         let secret: Secret = "known to all of us".parse().unwrap();
         let patience = Duration::from_secs(20);
         let loopback = IpAddr::V4(Ipv4Addr::LOCALHOST);
-        let keys = credentials("group", secret.clone());
+        let keys = credentials("group", secret.clone(), false);
         let coordinator = Coordinator::bind(loopback, 0, keys, patience).unwrap();
         let at = coordinator.address().to_string();
         let ranks = (0..size).map(|rank| {

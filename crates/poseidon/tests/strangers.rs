@@ -128,7 +128,7 @@ fn call(address: &str, caller: Caller, credentials: &Credentials) -> Option<Stat
 fn hello(purpose: Purpose, credentials: &Credentials) -> Hello {
     let (node, lane, cluster) = (NodeId(1), LaneId(0), credentials.cluster);
     let (identity, epoch, nonce) = (JobId::default(), Epoch(0), [7; 32]);
-    Hello { purpose, node, lane, cluster, identity, epoch, nonce }
+    Hello { purpose, node, lane, encrypt: credentials.encrypt, cluster, identity, epoch, nonce }
 }
 
 #[test]

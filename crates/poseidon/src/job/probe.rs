@@ -308,8 +308,13 @@ impl<'a> End<'a> {
 
     /// Whether anything was written.
     fn write(&mut self) -> std::io::Result<bool> {
+        let held = self.link.unsent() > 0;
+        match self.link.flush() {
+            Err(e) if e.kind() == ErrorKind::WouldBlock => return Ok(false),
+            flushed => flushed?,
+        }
         let Some((head, payload, foot)) = self.writing.take().or_else(|| self.next_frame()) else {
-            return Ok(false);
+            return Ok(held);
         };
         let pieces = [IoSlice::new(&head), IoSlice::new(&SCRAP[..payload]), IoSlice::new(&foot)];
         let count = match self.link.write(&pieces) {

@@ -146,7 +146,7 @@ impl Layout {
         config.serves_coordinator = false;
         config.connect_timeout = patience;
         let ip = IpAddr::V4(Ipv4Addr::LOCALHOST);
-        let door = credentials("test", secret);
+        let door = credentials("test", secret, false);
         let coordinator = Coordinator::bind(ip, 0, door, config.connect_timeout).unwrap();
         config.coordinator = coordinator.address().to_string();
         (coordinator, config)
