@@ -208,7 +208,14 @@ mod tests {
     fn facts(lanes: Option<u16>) -> Facts {
         let address = IpAddr::from([127, 0, 0, 1]);
         Facts {
-            size: Size { workers: 3, servers: Servers::Mixed(2), lanes, budget: None, encrypt: false, address },
+            size: Size {
+                workers: 3,
+                servers: Servers::Mixed(2),
+                lanes,
+                budget: None,
+                encrypt: false,
+                address,
+            },
             coordinator: "127.0.0.1:5000".parse().unwrap(),
             master: ("127.0.0.1".into(), 5001),
             secret: "5ec2e7".into(),

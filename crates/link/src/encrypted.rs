@@ -172,8 +172,10 @@ mod tests {
         while got.len() < text.len() {
             turns += 1;
             assert!(turns < 100_000, "{written} written, {} read", got.len());
-            let parts = [IoSlice::new(&text[written..][..(text.len() - written).min(10)]),
-                IoSlice::new(&text[(written + 10).min(text.len())..])];
+            let parts = [
+                IoSlice::new(&text[written..][..(text.len() - written).min(10)]),
+                IoSlice::new(&text[(written + 10).min(text.len())..]),
+            ];
             match if written < text.len() { near.write(&parts) } else { near.flush().map(|()| 0) } {
                 Ok(count) => written += count,
                 Err(e) => assert_eq!(e.kind(), ErrorKind::WouldBlock),

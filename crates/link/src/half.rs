@@ -1,6 +1,6 @@
-use crate::stream::{NO_SIGNAL, Stream, remaining, timed_out};
 use crate::handshake::Protection;
 use crate::records::{RecordReader, RecordWriter};
+use crate::stream::{NO_SIGNAL, Stream, remaining, timed_out};
 use crate::tags::{Opener, Sealer, Tags};
 use socket2::Socket;
 use std::ffi::c_int;

@@ -73,14 +73,12 @@ pub fn tagged_pair(clock: VirtualClock, shape: Shape) -> (MemoryLink, MemoryLink
     (near, far)
 }
 
-/// As [`pair`], of links that are encrypted.
-pub fn encrypted_pair(clock: VirtualClock, shape: Shape) -> (impl Link, impl Link) {
+/// As [`pair`], of links that are encrypted. Also the handle by which a test breaks them.
+pub fn encrypted_pair(clock: VirtualClock, shape: Shape) -> (impl Link, impl Link, Faults) {
     let (near, far) = pair(clock, shape);
-    let keys = ([0x5a; 16], [0xa5; 16]);
-    (
-        EncryptedLink::new(near, Records::new(keys.0, keys.1)),
-        EncryptedLink::new(far, Records::new(keys.1, keys.0)),
-    )
+    let (keys, faults) = (([0x5a; 16], [0xa5; 16]), near.faults());
+    let near = EncryptedLink::new(near, Records::new(keys.0, keys.1));
+    (near, EncryptedLink::new(far, Records::new(keys.1, keys.0)), faults)
 }
 
 /// What two ends of a connection tag with, for tests.

@@ -56,7 +56,8 @@ pub(crate) struct RecordReader {
 impl Records {
     /// The records of a connection whose ends write with these keys.
     pub(crate) fn new(writing: [u8; KEY_SIZE], reading: [u8; KEY_SIZE]) -> Self {
-        let writer = RecordWriter { cipher: Cipher::new(writing), held: Vec::new(), sent: 0, untold: 0 };
+        let writer =
+            RecordWriter { cipher: Cipher::new(writing), held: Vec::new(), sent: 0, untold: 0 };
         let reader = RecordReader {
             cipher: Cipher::new(reading),
             buffer: Vec::new(),
@@ -178,7 +179,8 @@ impl RecordReader {
         if self.plain == 0 && self.body.is_none() && self.end - self.start >= HEAD {
             let head = &mut self.buffer[self.start..self.start + HEAD];
             let length = self.cipher.open(head).map_err(changed)?;
-            let length = u64::from_le_bytes(length.try_into().expect("a head's length has 8 bytes"));
+            let length =
+                u64::from_le_bytes(length.try_into().expect("a head's length has 8 bytes"));
             if length == 0 || length > BODY as u64 {
                 let why = format!("a record of {length} bytes, expected 1 to {BODY}");
                 return Err(io::Error::new(ErrorKind::InvalidData, why));

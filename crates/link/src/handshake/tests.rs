@@ -304,7 +304,8 @@ fn a_stranger_is_not_waited_for() {
 fn a_listener_of_another_version_says_which() {
     let challenge = Challenge { status: Status::Version, version: VERSION + 1, nonce: [0; 32] };
     let script = challenge.encode();
-    let error = call(&mut Scripted::new(&script), &hello(), None, &credentials().secret).unwrap_err();
+    let error =
+        call(&mut Scripted::new(&script), &hello(), None, &credentials().secret).unwrap_err();
     assert!(
         matches!(error, HandshakeError::Version { theirs } if theirs == VERSION + 1),
         "{error}"

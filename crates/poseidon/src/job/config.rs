@@ -387,9 +387,7 @@ impl Env<'_> {
         match self.0("POSEIDON_ENCRYPT").as_deref() {
             None | Some("" | "0") => Ok(false),
             Some("1") => Ok(true),
-            Some(other) => {
-                Err(Error::Config(format!("POSEIDON_ENCRYPT={other}: expected 1 or 0")))
-            }
+            Some(other) => Err(Error::Config(format!("POSEIDON_ENCRYPT={other}: expected 1 or 0"))),
         }
     }
 
