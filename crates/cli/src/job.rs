@@ -283,6 +283,15 @@ mod tests {
     }
 
     #[test]
+    fn every_process_is_told_to_encrypt() {
+        let mut facts = facts(None);
+        facts.size.encrypt = true;
+        for process in [facts.server(&here(), 0), facts.worker(&here(), 0, Command::new("prog"))] {
+            assert_eq!(environment(&process)["POSEIDON_ENCRYPT"], Some("1"));
+        }
+    }
+
+    #[test]
     fn a_worker_is_told_its_rank_and_no_server_index() {
         let mut program = Command::new("prog");
         program.arg("-x");
