@@ -103,6 +103,17 @@ fn what_passes_between_hosts_cannot_be_read() {
     }
 }
 
+/// Flips a bit of byte `at` of one direction.
+fn flip(from_caller: bool, at: usize, bit: u8) -> impl Meddler {
+    move |direction: bool, start: usize, bytes: &mut [u8]| {
+        if direction == from_caller
+            && let Some(byte) = at.checked_sub(start).and_then(|at| bytes.get_mut(at))
+        {
+            *byte ^= 1 << bit;
+        }
+    }
+}
+
 /// Whichever part of whichever record it is in: the length, a tag, or what was encrypted.
 #[test]
 fn a_flipped_bit_ends_the_job_in_words() {
@@ -110,14 +121,7 @@ fn a_flipped_bit_ends_the_job_in_words() {
         [(0, 0), (1, 6), (7, 7), (8, 0), (23, 3), (24, 1), (63, 2), (70, 4), (90, 0), (3001, 5)]
     {
         for from_caller in [true, false] {
-            let flip = move |direction: bool, start: usize, bytes: &mut [u8]| {
-                if direction == from_caller
-                    && let Some(byte) = at.checked_sub(start).and_then(|at| bytes.get_mut(at))
-                {
-                    *byte ^= 1 << bit;
-                }
-            };
-            let ends = meddled(true, flip, |_, _, _| {});
+            let ends = meddled(true, flip(from_caller, at, bit), |_, _, _| {});
             let [near, far] = ends.map(|end| end.expect_err("it has not noticed"));
             // Worker 1 calls worker 0.
             let (receiver, sender, who) = match from_caller {
@@ -138,15 +142,7 @@ fn a_flipped_bit_of_a_control_message_is_noticed() {
             let error = without_hanging(move || {
                 let layout = Layout { carrier: Carriers::Tcp, encrypt: true, ..Layout::workers(1) };
                 let (_coordinator, config) = layout.coordinator();
-                let flip = move |direction: bool, start: usize, bytes: &mut [u8]| {
-                    if direction == from_caller
-                        && let Some(byte) =
-                            usize::checked_sub(at, start).and_then(|at| bytes.get_mut(at))
-                    {
-                        *byte ^= 1;
-                    }
-                };
-                let coordinator = between(config.coordinator.clone(), flip);
+                let coordinator = between(config.coordinator.clone(), flip(from_caller, at, 0));
                 let config = Config { coordinator, ..config };
                 builder(config, &job()).start().map(drop).unwrap_err().to_string()
             });
