@@ -99,6 +99,10 @@ impl<L: Link> Link for EncryptedLink<L> {
         Ok(total)
     }
 
+    fn incoming(&self) -> usize {
+        self.records.reader.incoming()
+    }
+
     fn unsent(&self) -> usize {
         self.records.writer.held().len()
     }

@@ -83,6 +83,11 @@ pub trait Link: Send {
     /// Writes some prefix of `bufs`. More than 1024 buffers are not all used.
     fn write(&mut self, bufs: &[IoSlice<'_>]) -> io::Result<usize>;
 
+    /// Bytes that have come and cannot be read yet, because more has to come first.
+    fn incoming(&self) -> usize {
+        0
+    }
+
     /// Bytes that the link holds, because it has taken something that it could not send yet.
     fn unsent(&self) -> usize {
         0

@@ -125,6 +125,7 @@ impl Link for MemoryLink {
             left -= part;
         }
         incoming.arrived -= count;
+        state.moved += count as u64;
         Ok(count)
     }
 
@@ -150,6 +151,7 @@ impl Link for MemoryLink {
             left -= part;
         }
         outgoing.dispatch(count, now, &self.pipe.shape);
+        state.moved += count as u64;
         Ok(count)
     }
 
@@ -202,6 +204,11 @@ impl Faults {
         self.0.lock().stalled = false;
     }
 
+    /// Bytes that the link's ends have written and read so far.
+    pub fn moved(&self) -> u64 {
+        self.0.lock().moved
+    }
+
     /// The time when more bytes, or the end, become readable at either end. `None` if that takes
     /// more than time to pass.
     pub fn next_event(&self) -> Option<Duration> {
@@ -234,6 +241,8 @@ struct State {
     dropped: [bool; 2],
     stalled: bool,
     reset: bool,
+    /// Bytes that were written or read.
+    moved: u64,
 }
 
 /// One direction of a link.

@@ -203,6 +203,11 @@ impl RecordReader {
         &self.buffer[self.start..self.start + self.plain]
     }
 
+    /// Bytes that have come of a record that is not all there.
+    pub(crate) fn incoming(&self) -> usize {
+        if self.plain == 0 { self.end - self.start } else { 0 }
+    }
+
     /// Takes so many of the plain bytes.
     pub(crate) fn consume(&mut self, bytes: usize) {
         let bytes = bytes.min(self.plain);

@@ -41,6 +41,8 @@ pub(crate) struct Peer {
     writable: bool,
     /// The last frame that the link has taken was about a layer. The link may hold some of it.
     took_layer: bool,
+    /// Bytes that had come and could not be read yet, when the link was read last.
+    incoming: usize,
     /// When bytes last came, and when the link last took some bytes.
     pub(super) heard: Duration,
     pub(super) spoke: Duration,
@@ -123,6 +125,7 @@ impl Peer {
             readable: true,
             writable: true,
             took_layer: false,
+            incoming: 0,
             heard: now,
             spoke: now,
             closed: false,
@@ -312,6 +315,8 @@ impl Peer {
                 Ok(read) => read,
                 Err(e) if e.kind() == io::ErrorKind::WouldBlock => {
                     self.readable = false;
+                    let before = std::mem::replace(&mut self.incoming, self.link.incoming());
+                    self.heard = if self.incoming > before { now } else { self.heard };
                     return;
                 }
                 Err(e) if e.kind() == io::ErrorKind::Interrupted => continue,

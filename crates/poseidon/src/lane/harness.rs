@@ -501,8 +501,7 @@ impl World {
     }
 
     fn bytes(&self) -> u64 {
-        let lanes = self.nodes.iter().flat_map(|n| n.lanes.iter().flatten());
-        lanes.map(|running| running.engine.moved()).sum()
+        self.pipes.iter().map(|pipe| pipe.faults.moved()).sum()
     }
 
     fn into_report(self, ended: Option<Duration>) -> Report {
