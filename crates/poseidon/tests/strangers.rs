@@ -145,7 +145,7 @@ fn strangers_are_told_why_they_are_refused() {
             odd[10] = 3;
             assert_eq!(knock(&door, &odd), Status::Purpose);
             let mut wishful = open(&hello(purpose, &ours), &ours.secret);
-            wishful[11] = 1;
+            wishful[11] = 2;
             assert_eq!(knock(&door, &wishful), Status::Features);
             let mut other = hello(purpose, &ours);
             other.cluster = [1; 16];
