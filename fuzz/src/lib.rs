@@ -107,12 +107,13 @@ fn caller(input: &[u8]) -> Outcome {
         purpose: Purpose::Lane,
         node: NodeId(1),
         lane: LaneId(0),
+        encrypt: false,
         cluster: CLUSTER,
         identity: JobId([5; 16]),
         epoch: Epoch(1),
         nonce: [9; 32],
     };
-    turned_away(call(&mut Stranger(input), &hello, &credentials().secret))
+    turned_away(call(&mut Stranger(input), &hello, None, &credentials().secret))
 }
 
 fn turned_away<T: std::fmt::Debug>(result: Result<T, HandshakeError>) -> Outcome {
@@ -125,7 +126,7 @@ fn turned_away<T: std::fmt::Debug>(result: Result<T, HandshakeError>) -> Outcome
 
 fn credentials() -> Credentials {
     let secret = "nobody knows what".parse().expect("it is long enough");
-    Credentials { cluster: CLUSTER, secret }
+    Credentials { cluster: CLUSTER, secret, encrypt: false }
 }
 
 /// The other end of a connection: says its bytes whatever it hears.

@@ -31,6 +31,7 @@ fn handshake_survives() {
         purpose: Purpose::Control,
         node: NOBODY,
         lane: LaneId(0),
+        encrypt: false,
         cluster: CLUSTER,
         identity: JobId([6; 16]),
         epoch: Epoch(3),

@@ -7,7 +7,7 @@ use crate::Session;
 use crate::apart::Apart;
 use crate::errors::raise;
 use poseidon::collectives::{DeviceTensor, Request, Tensor, Terms};
-use poseidon::config::{Config, connect_timeout, credentials};
+use poseidon::config::{Config, connect_timeout, credentials, encryption_wanted};
 use poseidon::coordinator::query;
 use poseidon::{Coordinator, Dtype, Rate, ReduceOp, Secret};
 use pyo3::exceptions::{PyOSError, PyRuntimeError, PyValueError};
@@ -36,7 +36,8 @@ impl Host {
     #[new]
     fn new(py: Python<'_>, near: &str, name: &str, patience: f64) -> PyResult<Self> {
         let secret = Secret::random().map_err(|e| PyOSError::new_err(e.to_string()))?;
-        let keys = credentials(name, secret.clone());
+        let encrypt = encryption_wanted().map_err(|error| raise(py, error))?;
+        let keys = credentials(name, secret.clone(), encrypt);
         let patience = connect_timeout(seconds(patience)?).map_err(|error| raise(py, error))?;
         let coordinator = Coordinator::beside(near, keys, patience);
         let coordinator = coordinator.map_err(|error| raise(py, error))?;
@@ -48,7 +49,8 @@ impl Host {
     #[staticmethod]
     fn is_open(py: Python<'_>, address: &str, name: &str, secret: &str) -> PyResult<bool> {
         let secret = secret.parse().map_err(|e| PyValueError::new_err(format!("secret: {e}")))?;
-        let keys = credentials(name, secret);
+        let encrypt = encryption_wanted().map_err(|error| raise(py, error))?;
+        let keys = credentials(name, secret, encrypt);
         let missing = py.detach(|| query(address, &keys, "missing", ANSWER));
         Ok(missing.is_ok_and(|missing| missing.is_some()))
     }

@@ -25,6 +25,8 @@ pub(crate) struct Size {
     pub(crate) lanes: Option<u16>,
     /// What each process may send to other hosts. `None`: the environment says.
     pub(crate) budget: Option<Limit>,
+    /// Whether what goes between hosts is encrypted.
+    pub(crate) encrypt: bool,
     pub(crate) address: IpAddr,
 }
 
@@ -75,7 +77,7 @@ impl Job {
         Cluster::new(size.workers, size.servers, size.lanes.unwrap_or(1))?;
         let secret = Secret::random().context("the system gave no random bytes")?;
         let name = format!("launch-{}", std::process::id());
-        let door = credentials(&name, secret.clone());
+        let door = credentials(&name, secret.clone(), size.encrypt);
         let coordinator = Coordinator::bind(size.address, 0, door, PATIENCE)?;
         Ok(Listening { coordinator, secret, name })
     }
@@ -189,6 +191,9 @@ impl Facts {
             .env("POSEIDON_SECRET", &self.secret)
             .env("POSEIDON_CLUSTER", &self.name)
             .env("POSEIDON_SERVERS", self.size.servers.to_string());
+        if self.size.encrypt {
+            command.env("POSEIDON_ENCRYPT", "1");
+        }
         if let Some(lanes) = self.size.lanes {
             command.env("POSEIDON_LANES", lanes.to_string());
         }
@@ -215,7 +220,14 @@ mod tests {
     fn facts(lanes: Option<u16>) -> Facts {
         let address = IpAddr::from([127, 0, 0, 1]);
         Facts {
-            size: Size { workers: 3, servers: Servers::Mixed(2), lanes, budget: None, address },
+            size: Size {
+                workers: 3,
+                servers: Servers::Mixed(2),
+                lanes,
+                budget: None,
+                encrypt: false,
+                address,
+            },
             coordinator: "127.0.0.1:5000".parse().unwrap(),
             master: ("127.0.0.1".into(), 5001),
             secret: "5ec2e7".into(),
@@ -279,6 +291,15 @@ mod tests {
                 assert_eq!(environment(&process)["POSEIDON_BANDWIDTH_BUDGET"], Some(text));
                 assert_eq!(text.parse(), Ok(limit));
             }
+        }
+    }
+
+    #[test]
+    fn every_process_is_told_to_encrypt() {
+        let mut facts = facts(None);
+        facts.size.encrypt = true;
+        for process in [facts.server(&here(), 0), facts.worker(&here(), 0, Command::new("prog"))] {
+            assert_eq!(environment(&process)["POSEIDON_ENCRYPT"], Some("1"));
         }
     }
 

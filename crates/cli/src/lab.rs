@@ -103,6 +103,10 @@ pub(crate) struct Args {
     #[arg(long, value_name = "NAME", default_value = "cubic")]
     congestion: String,
 
+    /// Tell CMD to encrypt everything between nodes: POSEIDON_ENCRYPT=1.
+    #[arg(long)]
+    encrypt: bool,
+
     /// Print a line per node at the end, on standard output: its number, bytes sent, bytes
     /// received, headers included.
     #[arg(long)]
@@ -201,6 +205,9 @@ pub(crate) fn run(args: Args) -> anyhow::Result<ExitCode> {
         let mut command = Command::new(&args.command[0]);
         command.args(&args.command[1..]);
         threads.describe(&mut command);
+        if args.encrypt {
+            command.env("POSEIDON_ENCRYPT", "1");
+        }
         command
     };
     let outcome = supervise::run(lab.processes(command)?, Options::default())?;

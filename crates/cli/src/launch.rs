@@ -15,6 +15,7 @@ use crate::job_report;
 use crate::supervise::{self, Options};
 use crate::threads::Threads;
 use anyhow::Context;
+use poseidon::config::encryption_wanted;
 use poseidon::{Limit, Servers};
 use std::ffi::OsString;
 use std::net::{IpAddr, Ipv4Addr};
@@ -105,6 +106,11 @@ pub(crate) struct Args {
     #[arg(long, value_name = "RATE|none")]
     bandwidth_budget: Option<Limit>,
 
+    /// Encrypt everything between hosts. The processes are told by their environment
+    /// [default: POSEIDON_ENCRYPT=1].
+    #[arg(long)]
+    encrypt: bool,
+
     /// The address of this machine at which the processes of the job meet [default: 127.0.0.1; with
     /// --hosts, the one from which this machine reaches the hosts].
     #[arg(long, value_name = "IP")]
@@ -137,7 +143,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<ExitCode> {
         return run_on_hosts(args);
     }
     let workers = args.workers.context("-n says how many workers to start")?;
-    let size = args.size(workers);
+    let size = args.size(workers)?;
     let job = Job::start(size)?;
     let _dashboard = Dashboard::of_job(args.dashboard, &job)?;
     let threads = Threads::shared_by(workers);
@@ -154,7 +160,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<ExitCode> {
 
 fn run_on_hosts(args: Args) -> anyhow::Result<ExitCode> {
     let hosts = host_list::hosts(&args.hosts, args.hostfile.as_deref(), args.workers)?;
-    let size = args.size(hosts.iter().map(|host| host.ranks).sum());
+    let size = args.size(hosts.iter().map(|host| host.ranks).sum())?;
     let folder = match args.workdir {
         Some(folder) => folder,
         None => std::env::current_dir().context("there is no current folder: give --workdir")?,
@@ -173,14 +179,15 @@ fn run_on_hosts(args: Args) -> anyhow::Result<ExitCode> {
 }
 
 impl Args {
-    fn size(&self, workers: u16) -> Size {
-        Size {
+    fn size(&self, workers: u16) -> anyhow::Result<Size> {
+        Ok(Size {
             workers,
             servers: self.servers,
             lanes: self.lanes,
             budget: self.bandwidth_budget,
+            encrypt: self.encrypt || encryption_wanted()?,
             address: self.coordinator_address.unwrap_or(Ipv4Addr::LOCALHOST.into()),
-        }
+        })
     }
 }
 

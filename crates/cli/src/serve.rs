@@ -22,6 +22,11 @@ pub(crate) struct Args {
     #[arg(long, value_name = "RATE|none")]
     bandwidth_budget: Option<Limit>,
 
+    /// Encrypt everything between hosts. Every node of the job must be told
+    /// [default: POSEIDON_ENCRYPT=1].
+    #[arg(long)]
+    encrypt: bool,
+
     /// The rack that this node is in: between racks each chunk goes once
     /// [default: POSEIDON_RACK, or Slurm's topology].
     #[arg(long, value_name = "NAME")]
@@ -34,6 +39,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<ExitCode> {
     config.link_rate = args.link_rate.unwrap_or(config.link_rate);
     config.bandwidth_budget =
         args.bandwidth_budget.map_or(config.bandwidth_budget, |limit| limit.0);
+    config.encrypt |= args.encrypt;
     config.rack = args.rack.clone().or(config.rack);
     let traffic = poseidon::serve(&config)?;
     tracing::debug!(sent = traffic.bytes_sent, received = traffic.bytes_received, "served");

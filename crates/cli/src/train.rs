@@ -17,7 +17,7 @@ use crate::job_report;
 use crate::supervise::{self, Options};
 use crate::terminal::say;
 use anyhow::{Context, bail};
-use poseidon::config::LinkRate;
+use poseidon::config::{LinkRate, encryption_wanted};
 use poseidon::{Config, Limit};
 use settings::{Flags, Settings};
 use std::process::{Command, ExitCode};
@@ -75,6 +75,11 @@ pub(crate) struct Args {
     #[arg(long, value_name = "RATE|none")]
     bandwidth_budget: Option<Limit>,
 
+    /// Encrypt everything between hosts. Every node of the job must be told
+    /// [default: POSEIDON_ENCRYPT=1].
+    #[arg(long)]
+    encrypt: bool,
+
     /// The rack that this node is in: between racks each chunk goes once
     /// [default: POSEIDON_RACK, or Slurm's topology].
     #[arg(long, value_name = "NAME")]
@@ -119,6 +124,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<ExitCode> {
     config.link_rate = args.link_rate.unwrap_or(config.link_rate);
     config.bandwidth_budget =
         args.bandwidth_budget.map_or(config.bandwidth_budget, |limit| limit.0);
+    config.encrypt |= args.encrypt;
     config.rack = args.rack.clone().or(config.rack);
     if args.flags.workers.is_some_and(|workers| workers != config.workers) {
         let (asked, found) = (settings.workers, config.workers);
@@ -142,6 +148,7 @@ fn start_workers(args: &Args, settings: &Settings) -> anyhow::Result<ExitCode> {
         servers: settings.servers,
         lanes: settings.lanes,
         budget: args.bandwidth_budget,
+        encrypt: args.encrypt || encryption_wanted()?,
         address: [127, 0, 0, 1].into(),
     })?;
     let _dashboard = Dashboard::of_job(args.dashboard, &job)?;

@@ -42,6 +42,22 @@ fn nodes_see_each_other_and_no_more_bytes_than_their_links_carry() {
     assert_eq!(ranks, BTreeSet::from([0, 1, 2]));
 }
 
+/// All of it: the coordinator, ports that are measured, lanes.
+#[test]
+fn nodes_encrypt_if_the_lab_says_so() {
+    if !can_make_namespaces() {
+        return;
+    }
+    let script = "echo encrypt=$POSEIDON_ENCRYPT; \
+                  exec $0 bench exchange --in-cluster --bytes 2MB --iters 2 --lanes 2 --json";
+    let poseidon = env!("CARGO_BIN_EXE_poseidon");
+    let options = ["-n", "2", "--ranks", "2", "--rate", "1gbit", "--encrypt"];
+    let run = lab(&options, "sh", &["-c", script, poseidon]);
+    assert_eq!(run.code, Some(0), "{run:?}");
+    assert!(run.stdout.contains(r#"[0] {"workers":4"#), "{run:?}");
+    assert_eq!(run.stdout.matches("encrypt=1").count(), 4, "{run:?}");
+}
+
 /// Nobody has told the nodes what their ports carry. The shards of four nodes are on three of them.
 #[test]
 fn a_slow_port_is_measured_and_holds_no_shard() {

@@ -97,6 +97,19 @@ fn all_stop_when_one_worker_is_asked_to_end() {
     assert!(has_checkpoint(&trial, left(&trial)["steps"].as_u64().unwrap()));
 }
 
+/// What is trained and saved is the same whether connections are encrypted or not.
+#[test]
+fn an_encrypted_job_goes_on_from_a_checkpoint_bit_by_bit() {
+    let trial = Trial::with_small_net();
+    let how = "--workers 3 --link tcp";
+    let whole = trial.report(&format!("{TASK} {how} --steps 16"));
+    trial.report(&format!("{TASK} {how} --encrypt --steps 8 --checkpoint saved"));
+    let resumed =
+        trial.report(&format!("--resume saved {how} --encrypt --steps 16 --checkpoint b"));
+    assert_eq!(digest(&resumed), digest(&whole));
+    assert_eq!(resumed["steps"], 16);
+}
+
 #[test]
 fn a_death_leaves_a_report_of_what_there_was() {
     let trial = Trial::with_small_net();

@@ -10,7 +10,7 @@ mod handshake;
 pub use handshake::{Challenge, Hello, Purpose, Status, Verdict};
 
 /// The version this build speaks.
-pub const VERSION: u16 = 11;
+pub const VERSION: u16 = 12;
 /// First bytes of every connection.
 pub const MAGIC: [u8; 8] = *b"POSEIDON";
 /// Longest reason an `Abort` may carry, in bytes.

@@ -1,7 +1,7 @@
 use crate::Credentials;
 use crate::address::Choice;
 use crate::descriptors;
-use crate::handshake::{self, HandshakeError};
+use crate::handshake::{self, HandshakeError, Private};
 use crate::names;
 use crate::secret::random_number;
 use crate::stream::{Stream, is_self_connected, socket_for, unix_address};
@@ -206,11 +206,18 @@ fn attempt(
     stream.set_deadline(Some(deadline));
     stream.set_cancelled(cancelled.cloned());
     let Caller { purpose, node, lane, identity, epoch } = caller;
-    let (cluster, nonce) = (credentials.cluster, [0; 32]);
-    let mut hello = Hello { purpose, node, lane, cluster, identity, epoch, nonce };
-    getrandom::fill(&mut hello.nonce).map_err(io::Error::from)?;
-    let tags = handshake::call(&mut stream, &hello, &credentials.secret)?;
-    stream.set_tags(tags);
+    let Credentials { cluster, encrypt, ref secret } = *credentials;
+    let mut hello =
+        Hello { purpose, node, lane, encrypt, cluster, identity, epoch, nonce: [0; 32] };
+    let mut private = None;
+    if encrypt {
+        let drawn = Private::draw()?;
+        (private, hello.nonce) = (Some(drawn.0), drawn.1);
+    } else {
+        getrandom::fill(&mut hello.nonce).map_err(io::Error::from)?;
+    }
+    let protection = handshake::call(&mut stream, &hello, private.as_ref(), secret)?;
+    stream.protect(protection);
     stream.set_deadline(None);
     stream.set_cancelled(None);
     Ok(stream)

@@ -79,12 +79,12 @@ impl Door {
         let hello = proven.hello;
         let judged = admit(&hello);
         stream.set_deadline(Some(Instant::now() + self.message_limit));
-        let (verdict, tags) = proven.judge(&self.credentials.secret, judged);
+        let (verdict, protection) = proven.judge(&self.credentials, judged);
         let said = stream.write_all(&verdict).map_err(HandshakeError::Io);
-        let error = match said.and(tags) {
-            Ok(tags) => {
+        let error = match said.and(protection) {
+            Ok(protection) => {
                 stream.set_deadline(None);
-                stream.set_tags(tags);
+                stream.protect(protection);
                 return deliver(hello, stream);
             }
             Err(error) => error,

@@ -1,3 +1,5 @@
+use crate::handshake::Protection;
+use crate::records::{RecordReader, RecordWriter};
 use crate::stream::{NO_SIGNAL, Stream, remaining, timed_out};
 use crate::tags::{Opener, Sealer, Tags};
 use socket2::Socket;
@@ -17,22 +19,40 @@ pub struct Half {
     deadline: Option<Instant>,
     /// Of the half that is read by, its opener is used; of the other one, its sealer.
     tags: Option<Tags>,
+    /// Of an encrypted connection, the half that is read by has the first, the other one the second.
+    reader: Option<RecordReader>,
+    writer: Option<RecordWriter>,
 }
 
 impl Stream {
     /// The connection as two threads want it, one of which reads. Made to last: a peer whose
     /// machine is gone is noticed although nobody writes.
     pub fn split(self) -> io::Result<(Half, Half)> {
-        let (socket, tags) = self.into_lasting_socket()?;
-        Ok(Half::pair(socket, tags))
+        let (socket, protection) = self.into_lasting_socket()?;
+        Ok(Half::pair(socket, protection))
     }
 }
 
 impl Half {
-    fn pair(socket: Socket, tags: Option<Tags>) -> (Self, Self) {
+    fn pair(socket: Socket, protection: Option<Protection>) -> (Self, Self) {
         let socket = Arc::new(socket);
-        let half = |socket, tags| Self { socket, deadline: None, tags };
-        (half(socket.clone(), tags.clone()), half(socket, tags))
+        let (tags, reader, writer) = match protection {
+            Some(Protection::Tags(tags)) => (Some(tags), None, None),
+            Some(Protection::Records(records)) => {
+                (None, Some(records.reader), Some(records.writer))
+            }
+            None => (None, None, None),
+        };
+        let (near, deadline) = (socket.clone(), None);
+        (
+            Self { socket: near, deadline, tags: tags.clone(), reader, writer: None },
+            Self { socket, deadline, tags, reader: None, writer },
+        )
+    }
+
+    /// Whether a write was given up half-way, so that nothing else can follow on this connection.
+    pub fn has_unsent(&self) -> bool {
+        self.writer.as_ref().is_some_and(|writer| !writer.held().is_empty())
     }
 
     /// From now on, reads and writes that are not done by `deadline` fail with
@@ -88,15 +108,29 @@ impl Tagged for Stream {
 
 impl Read for Half {
     fn read(&mut self, buf: &mut [u8]) -> io::Result<usize> {
-        self.socket.set_read_timeout(remaining(self.deadline)?)?;
-        (&*self.socket).read(buf).map_err(timed_out)
+        let Self { socket, deadline, reader, .. } = self;
+        let read = |buf: &mut [u8]| {
+            socket.set_read_timeout(remaining(*deadline)?)?;
+            (&**socket).read(buf).map_err(timed_out)
+        };
+        match reader {
+            Some(reader) => reader.read_with(buf, read),
+            None => read(buf),
+        }
     }
 }
 
 impl Write for Half {
     fn write(&mut self, buf: &[u8]) -> io::Result<usize> {
-        self.socket.set_write_timeout(remaining(self.deadline)?)?;
-        self.socket.send_with_flags(buf, NO_SIGNAL).map_err(timed_out)
+        let Self { socket, deadline, writer, .. } = self;
+        let write = |buf: &[u8]| {
+            socket.set_write_timeout(remaining(*deadline)?)?;
+            socket.send_with_flags(buf, NO_SIGNAL).map_err(timed_out)
+        };
+        match writer {
+            Some(writer) => writer.write_with(buf, write),
+            None => write(buf),
+        }
     }
 
     fn flush(&mut self) -> io::Result<()> {

@@ -4,13 +4,16 @@
 //! fails with `TimedOut` or `WouldBlock` ends the handshake. The listener's side is [`Reception`],
 //! which knows no socket: a listener has many of them at a time on one thread.
 
+use crate::records::Records;
 use crate::tags::{KEY_SIZE, Tags};
 use crate::{Credentials, Secret};
 use hmac::{Hmac, KeyInit, Mac};
 use poseidon_core::wire::{Challenge, Hello, Status, VERSION, Verdict};
 use sha2::Sha256;
+use std::fmt;
 use std::io::{self, Read, Write};
 use std::ops::Range;
+use x25519_dalek::{PublicKey, StaticSecret};
 
 /// Size of a proof message.
 pub const PROOF_SIZE: usize = 32;
@@ -75,13 +78,46 @@ pub enum HandshakeError {
     Io(#[from] io::Error),
 }
 
+/// What protects what follows a handshake, between hosts.
+#[derive(Debug)]
+pub enum Protection {
+    /// Frames have tags.
+    Tags(Tags),
+    /// Everything travels in encrypted records.
+    Records(Box<Records>),
+}
+
+/// The private half of a key pair that is drawn for one handshake, and forgotten with it. So who
+/// learns the secret later cannot decrypt what was recorded.
+#[derive(Clone)]
+pub struct Private(StaticSecret);
+
+impl Private {
+    /// A new key pair: the private half, and the public one, which is its owner's nonce.
+    pub fn draw() -> io::Result<(Self, [u8; 32])> {
+        let mut bytes = [0; 32];
+        getrandom::fill(&mut bytes)?;
+        let private = StaticSecret::from(bytes);
+        let public = PublicKey::from(&private).to_bytes();
+        Ok((Self(private), public))
+    }
+}
+
+impl fmt::Debug for Private {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Private(..)")
+    }
+}
+
 /// The caller's side of the whole handshake. On success both ends have proved that they know the
-/// secret. Returns what the caller's end tags frames with.
+/// secret. `private`: the private half of the hello's nonce, if the caller encrypts. Returns what
+/// protects the caller's end.
 pub fn call(
     stream: &mut (impl Read + Write),
     hello: &Hello,
+    private: Option<&Private>,
     secret: &Secret,
-) -> Result<Tags, HandshakeError> {
+) -> Result<Protection, HandshakeError> {
     let opening = open(hello, secret);
     stream.write_all(&opening)?;
 
@@ -109,8 +145,17 @@ pub fn call(
         return Err(refused(verdict.status, proof, &verdict.proof));
     }
     proof.verify_slice(&verdict.proof).map_err(|_| HandshakeError::Impostor)?;
-    let (ours, theirs) = transcript.keys(secret);
-    Ok(Tags::new(ours, theirs))
+    let agreed = private.map(|private| (private, &challenge.nonce));
+    let (ours, theirs) = transcript.keys(secret, agreed);
+    Ok(protection(agreed.is_some(), ours, theirs))
+}
+
+/// What protects the end that writes and reads with these keys.
+fn protection(encrypted: bool, writing: [u8; KEY_SIZE], reading: [u8; KEY_SIZE]) -> Protection {
+    match encrypted {
+        true => Protection::Records(Records::new(writing, reading).into()),
+        false => Protection::Tags(Tags::new(writing, reading)),
+    }
 }
 
 /// The first bytes of a connection: the hello, and the proof that its sender knows the secret. The
@@ -139,7 +184,7 @@ pub struct Reception {
     bytes: [u8; Hello::SIZE + TOKEN_SIZE],
     have: usize,
     /// Set when the caller has been challenged.
-    challenged: Option<(Hello, Transcript)>,
+    challenged: Option<Proven>,
 }
 
 /// What a [`Reception`] makes of the bytes that have come.
@@ -198,17 +243,17 @@ impl Reception {
     /// random bytes.
     pub fn handle_read(&mut self, count: usize, credentials: &Credentials) -> io::Result<Heard> {
         self.have += count;
-        if let Some((hello, transcript)) = &self.challenged {
+        if let Some(caller) = &self.challenged {
             if self.have < PROOF_SIZE {
                 return Ok(Heard::Nothing);
             }
-            let proof = transcript.mac(&credentials.secret, CALLER);
+            let proof = caller.transcript.mac(&credentials.secret, CALLER);
             if proof.verify_slice(&self.bytes[..PROOF_SIZE]).is_err() {
                 let verdict = Verdict { status: Status::Secret, proof: [0; 32] };
                 let error = HandshakeError::Refused(Status::Secret);
                 return Ok(Heard::Refused(verdict.encode().into(), error));
             }
-            return Ok(Heard::Proven(Proven { hello: *hello, transcript: transcript.clone() }));
+            return Ok(Heard::Proven(caller.clone()));
         }
         let (hello, token) = self.bytes.split_first_chunk().expect("a hello has room");
         let decoded = match Hello::decode(hello) {
@@ -229,10 +274,16 @@ impl Reception {
         let mut challenge = Challenge { status: Status::Welcome, version: VERSION, nonce: [0; 32] };
         match judged {
             Ok(hello) => {
-                getrandom::fill(&mut challenge.nonce)?;
+                let mut private = None;
+                if hello.encrypt && credentials.encrypt {
+                    let drawn = Private::draw()?;
+                    (private, challenge.nonce) = (Some(drawn.0), drawn.1);
+                } else {
+                    getrandom::fill(&mut challenge.nonce)?;
+                }
                 let transcript = Transcript { opening: self.bytes, challenge: challenge.encode() };
                 let bytes = transcript.challenge;
-                self.challenged = Some((hello, transcript));
+                self.challenged = Some(Proven { hello, transcript, private });
                 self.have = 0;
                 Ok(Heard::Challenge(bytes))
             }
@@ -255,28 +306,44 @@ impl Reception {
 }
 
 /// A caller that knows the secret and awaits its verdict.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub struct Proven {
     /// What the caller wants.
     pub hello: Hello,
     transcript: Transcript,
+    /// The private half of the challenge's nonce, if both ends encrypt.
+    private: Option<Private>,
 }
 
 impl Proven {
-    /// The verdict. If the caller is welcome, also what the listener's end tags frames with.
+    /// The verdict on a caller that was `judged`. One that encrypts while the listener does not is
+    /// refused, and so is the reverse. If the caller is welcome, also what protects the listener's
+    /// end.
     pub fn judge(
         self,
-        secret: &Secret,
+        credentials: &Credentials,
         judged: Result<(), Status>,
-    ) -> ([u8; Verdict::SIZE], Result<Tags, HandshakeError>) {
+    ) -> ([u8; Verdict::SIZE], Result<Protection, HandshakeError>) {
+        let secret = &credentials.secret;
+        let judged = agreement(&self.hello, credentials).and(judged);
         let status = judged.err().unwrap_or(Status::Welcome);
         let mut verdict = Verdict { status, proof: [0; 32] };
         let proof = self.transcript.mac(secret, LISTENER);
         let proof = proof.chain_update(&verdict.encode()[..VERDICT_PREFIX]).finalize();
         verdict.proof = proof.into_bytes().into();
-        let (theirs, ours) = self.transcript.keys(secret);
-        let tags = judged.map(|()| Tags::new(ours, theirs)).map_err(HandshakeError::Refused);
-        (verdict.encode(), tags)
+        let agreed = self.private.as_ref().map(|private| (private, &self.hello.nonce));
+        let (theirs, ours) = self.transcript.keys(secret, agreed);
+        let welcome = judged.map(|()| protection(agreed.is_some(), ours, theirs));
+        (verdict.encode(), welcome.map_err(HandshakeError::Refused))
+    }
+}
+
+/// Whether caller and listener both encrypt, or neither does.
+pub fn agreement(hello: &Hello, credentials: &Credentials) -> Result<(), Status> {
+    match (hello.encrypt, credentials.encrypt) {
+        (false, true) => Err(Status::Plain),
+        (true, false) => Err(Status::Encrypted),
+        _ => Ok(()),
     }
 }
 
@@ -287,7 +354,7 @@ pub fn answer(
     stream: &mut (impl Read + Write),
     credentials: &Credentials,
     admit: impl FnOnce(&Hello) -> Result<(), Status>,
-) -> Result<(Hello, Tags), HandshakeError> {
+) -> Result<(Hello, Protection), HandshakeError> {
     let mut reception = Reception::default();
     loop {
         let count = match stream.read(reception.room()) {
@@ -311,9 +378,9 @@ pub fn answer(
             Heard::Proven(proven) => {
                 let hello = proven.hello;
                 let judged = admit(&hello);
-                let (verdict, tags) = proven.judge(&credentials.secret, judged);
+                let (verdict, protection) = proven.judge(credentials, judged);
                 stream.write_all(&verdict)?;
-                return tags.map(|tags| (hello, tags));
+                return protection.map(|protection| (hello, protection));
             }
         }
     }
@@ -337,9 +404,21 @@ impl Transcript {
     }
 
     /// The keys of what the caller writes and of what the listener writes. Both nonces are in them,
-    /// so no two connections have the same.
-    fn keys(&self, secret: &Secret) -> ([u8; KEY_SIZE], [u8; KEY_SIZE]) {
-        let both: [u8; 2 * KEY_SIZE] = self.mac(secret, KEYS).finalize().into_bytes().into();
+    /// so no two connections have the same. On an encrypted connection they also have in them what
+    /// only the two ends can compute, each of its own private half and the other's public one.
+    fn keys(
+        &self,
+        secret: &Secret,
+        agreed: Option<(&Private, &[u8; 32])>,
+    ) -> ([u8; KEY_SIZE], [u8; KEY_SIZE]) {
+        let mac = match agreed {
+            None => self.mac(secret, KEYS),
+            Some((private, public)) => {
+                let shared = private.0.diffie_hellman(&PublicKey::from(*public));
+                self.mac(secret, ENCRYPTION).chain_update(shared.as_bytes())
+            }
+        };
+        let both: [u8; 2 * KEY_SIZE] = mac.finalize().into_bytes().into();
         let (caller, listener) = both.split_at(KEY_SIZE);
         (caller.try_into().expect("a half"), listener.try_into().expect("a half"))
     }
@@ -359,6 +438,7 @@ const REFUSAL: &[u8] = b"poseidon refusal";
 const CALLER: &[u8] = b"poseidon caller";
 const LISTENER: &[u8] = b"poseidon listener";
 const KEYS: &[u8] = b"poseidon keys";
+const ENCRYPTION: &[u8] = b"poseidon encryption";
 
 /// Magic, version, purpose and status lie within the first bytes of a message. They are judged
 /// before the rest is awaited: a stranger, or another version whose messages have other sizes,

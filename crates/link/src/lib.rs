@@ -4,7 +4,8 @@
 //!   processes of one machine, over an abstract unix socket.
 //! * [`Link`]: what a lane's event loop reads and writes; a [`Stream`] becomes one.
 //! * [`handshake`]: who may speak (`docs/wire.md` §1), over any `Read + Write`.
-//! * [`Tags`]: what proves that frames between hosts come as they were sent.
+//! * [`Tags`]: what proves that frames between hosts come as they were sent. Where connections are
+//!   encrypted, [`Records`] prove it instead.
 //! * [`Half`]: a [`Stream`] that one thread reads and others write.
 //! * [`descriptors`]: how many of them a process may open, and what to say when they do not
 //!   suffice.
@@ -22,10 +23,12 @@ pub mod path;
 mod connect;
 mod delivery;
 mod door;
+mod encrypted;
 mod half;
 mod listener;
 mod names;
 mod past_cache;
+mod records;
 mod secret;
 mod shared;
 mod stream;
@@ -39,6 +42,7 @@ pub use half::{Half, Tagged};
 pub use handshake::HandshakeError;
 pub use listener::{BindError, Listener, Serving};
 pub use names::resolve;
+pub use records::Records;
 pub use secret::{Credentials, Secret, SecretFileError, ShortSecret, random_bytes};
 pub use stream::{SOCKET_BUFFER, Stream};
 pub use tags::{Changed, Opener, Sealer, TAG_SIZE, Tag, Tagging, Tags};
@@ -64,7 +68,7 @@ pub trait Link: Send {
     /// Bytes that have come and lie in the link's memory. The caller uses them where they are and
     /// then [consumes](Link::consume) them. Empty if the link has no such memory, and empty if the
     /// next [`read`](Link::read) would have to wait.
-    fn peek(&self) -> io::Result<&[u8]> {
+    fn peek(&mut self) -> io::Result<&[u8]> {
         Ok(&[])
     }
 
@@ -78,6 +82,21 @@ pub trait Link: Send {
 
     /// Writes some prefix of `bufs`. More than 1024 buffers are not all used.
     fn write(&mut self, bufs: &[IoSlice<'_>]) -> io::Result<usize>;
+
+    /// Bytes that have come and cannot be read yet, because more has to come first.
+    fn incoming(&self) -> usize {
+        0
+    }
+
+    /// Bytes that the link holds, because it has taken something that it could not send yet.
+    fn unsent(&self) -> usize {
+        0
+    }
+
+    /// Sends what the link holds. Fails with [`io::ErrorKind::WouldBlock`] if it still holds some.
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
 
     /// The registry has reported the link ready. Called before the link is read or written again.
     fn handle_ready(&mut self) -> io::Result<()> {
@@ -96,7 +115,8 @@ pub trait Link: Send {
     /// What carries the bytes.
     fn carrier(&self) -> Carrier;
 
-    /// What frames on this link are tagged with, if they have tags: those of a TCP connection do.
+    /// What frames on this link are tagged with, if they have tags: those of a TCP connection that is
+    /// not encrypted do.
     /// The link does not count them; who writes and reads frames does.
     fn tags(&mut self) -> Option<&mut Tags> {
         None

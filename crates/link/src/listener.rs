@@ -257,7 +257,11 @@ mod tests {
     const FOREVER: Duration = Duration::from_secs(3600);
 
     fn credentials() -> Credentials {
-        Credentials { cluster: [1; 16], secret: "open, sesame, open".parse().unwrap() }
+        Credentials {
+            cluster: [1; 16],
+            secret: "open, sesame, open".parse().unwrap(),
+            encrypt: false,
+        }
     }
 
     fn serve(limit: Duration) -> (Serving, mpsc::Receiver<NodeId>) {
@@ -347,6 +351,7 @@ mod tests {
             purpose: Purpose::Lane,
             node: NodeId(5),
             lane: LaneId(0),
+            encrypt: false,
             cluster: [1; 16],
             identity: JobId([2; 16]),
             epoch: Epoch(1),
@@ -374,7 +379,7 @@ mod tests {
             }
         }
         let mut between = Between(&mut caller, serving.tcp(), Vec::new());
-        crate::handshake::call(&mut between, &hello, &credentials().secret).unwrap();
+        crate::handshake::call(&mut between, &hello, None, &credentials().secret).unwrap();
         assert_eq!(delivered.recv(), Ok(NodeId(5)));
     }
 

@@ -5,7 +5,8 @@
 //! or a whole float fails its tests. Nothing waits: a test polls its links and, when no link makes
 //! progress, advances the clock to the next [`Faults::next_event`].
 
-use crate::{Carrier, Link, Tags};
+use crate::encrypted::EncryptedLink;
+use crate::{Carrier, Link, Records, Tags};
 use std::collections::VecDeque;
 use std::io::{self, ErrorKind, IoSlice, IoSliceMut, Read};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -72,6 +73,14 @@ pub fn tagged_pair(clock: VirtualClock, shape: Shape) -> (MemoryLink, MemoryLink
     (near, far)
 }
 
+/// As [`pair`], of links that are encrypted. Also the handle by which a test breaks them.
+pub fn encrypted_pair(clock: VirtualClock, shape: Shape) -> (impl Link, impl Link, Faults) {
+    let (near, far) = pair(clock, shape);
+    let (keys, faults) = (([0x5a; 16], [0xa5; 16]), near.faults());
+    let near = EncryptedLink::new(near, Records::new(keys.0, keys.1));
+    (near, EncryptedLink::new(far, Records::new(keys.1, keys.0)), faults)
+}
+
 /// What two ends of a connection tag with, for tests.
 pub fn tags() -> [Tags; 2] {
     let keys = ([0x5a; 16], [0xa5; 16]);
@@ -116,6 +125,7 @@ impl Link for MemoryLink {
             left -= part;
         }
         incoming.arrived -= count;
+        state.moved += count as u64;
         Ok(count)
     }
 
@@ -141,6 +151,7 @@ impl Link for MemoryLink {
             left -= part;
         }
         outgoing.dispatch(count, now, &self.pipe.shape);
+        state.moved += count as u64;
         Ok(count)
     }
 
@@ -193,6 +204,11 @@ impl Faults {
         self.0.lock().stalled = false;
     }
 
+    /// Bytes that the link's ends have written and read so far.
+    pub fn moved(&self) -> u64 {
+        self.0.lock().moved
+    }
+
     /// The time when more bytes, or the end, become readable at either end. `None` if that takes
     /// more than time to pass.
     pub fn next_event(&self) -> Option<Duration> {
@@ -225,6 +241,8 @@ struct State {
     dropped: [bool; 2],
     stalled: bool,
     reset: bool,
+    /// Bytes that were written or read.
+    moved: u64,
 }
 
 /// One direction of a link.

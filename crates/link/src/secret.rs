@@ -16,6 +16,8 @@ pub struct Credentials {
     pub cluster: [u8; 16],
     /// Known to every node of the cluster and to nobody else.
     pub secret: Secret,
+    /// Whether connections between hosts are encrypted. Both ends must say the same.
+    pub encrypt: bool,
 }
 
 /// A text that is too short to be a secret.
@@ -173,7 +175,7 @@ mod tests {
     #[test]
     fn a_secret_does_not_print() {
         let secret = "known to all of us".parse().unwrap();
-        let credentials = Credentials { cluster: [0; 16], secret };
+        let credentials = Credentials { cluster: [0; 16], secret, encrypt: false };
         assert!(!format!("{credentials:?}").contains("known"));
         assert_eq!(credentials.secret.expose(), "known to all of us");
     }

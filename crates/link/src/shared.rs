@@ -203,7 +203,7 @@ impl Link for SharedLink {
         self.read_with(bufs, past_cache::copy)
     }
 
-    fn peek(&self) -> io::Result<&[u8]> {
+    fn peek(&mut self) -> io::Result<&[u8]> {
         let ring = self.incoming();
         Ok(ring.lend(self.read, ring.ready(self.read)?))
     }

@@ -1,4 +1,6 @@
 use crate::delivery::PathFacts;
+use crate::encrypted::EncryptedLink;
+use crate::handshake::Protection;
 use crate::shared::{self, SharedLink};
 use crate::tags::Tags;
 use crate::{Carrier, Delivery, Link, window};
@@ -41,8 +43,8 @@ pub struct Stream {
     deadline: Option<Instant>,
     /// Written by whoever no longer wants what is read here.
     cancelled: Option<Arc<AtomicBool>>,
-    /// What frames are tagged with, once the handshake is over.
-    tags: Option<Tags>,
+    /// What protects the bytes, once the handshake is over.
+    protection: Option<Protection>,
 }
 
 impl Stream {
@@ -65,7 +67,10 @@ impl Stream {
     /// What frames on this connection are tagged with, if they have tags. Who writes and reads frames
     /// counts them.
     pub fn tags(&mut self) -> Option<&mut Tags> {
-        self.tags.as_mut()
+        match &mut self.protection {
+            Some(Protection::Tags(tags)) => Some(tags),
+            _ => None,
+        }
     }
 
     /// From now on, up to `bytes` bytes may be under way to this end, as with a link.
@@ -78,10 +83,10 @@ impl Stream {
         if self.carrier == Carrier::Tcp { window::path_facts(&self.socket) } else { None }
     }
 
-    /// The handshake is over. Frames get tags where somebody may be in between, which is everywhere
-    /// but within a machine: there the kernel carries the bytes from one process to the other.
-    pub(crate) fn set_tags(&mut self, tags: Tags) {
-        self.tags = (self.carrier == Carrier::Tcp).then_some(tags);
+    /// The handshake is over. Bytes are protected where somebody may be in between, which is
+    /// everywhere but within a machine: there the kernel carries them from one process to the other.
+    pub(crate) fn protect(&mut self, protection: Protection) {
+        self.protection = (self.carrier == Carrier::Tcp).then_some(protection);
     }
 
     /// The connection as a lane wants it: non-blocking, without a deadline. For the side that
@@ -99,13 +104,13 @@ impl Stream {
     }
 
     /// The socket of a connection that lasts: it notices by itself when the other machine is gone.
-    pub(crate) fn into_lasting_socket(self) -> io::Result<(Socket, Option<Tags>)> {
+    pub(crate) fn into_lasting_socket(self) -> io::Result<(Socket, Option<Protection>)> {
         if self.carrier == Carrier::Tcp {
             let probes = TcpKeepalive::new().with_time(IDLE).with_interval(PROBE);
             self.socket.set_tcp_keepalive(&probes.with_retries(PROBES))?;
             window::widen(&self.socket, SOCKET_BUFFER)?;
         }
-        Ok((self.socket, self.tags))
+        Ok((self.socket, self.protection))
     }
 
     /// From now on, reads end soon after `cancelled` has become true.
@@ -129,7 +134,14 @@ impl Stream {
             _ => self.socket,
         };
         socket.set_nonblocking(true)?;
-        Ok(Box::new(SocketLink { socket, carrier, window: 0, tags: self.tags }))
+        let link = |tags| SocketLink { socket, carrier, window: 0, tags };
+        Ok(match self.protection {
+            Some(Protection::Records(records)) => {
+                Box::new(EncryptedLink::new(link(None), *records))
+            }
+            Some(Protection::Tags(tags)) => Box::new(link(Some(tags))),
+            None => Box::new(link(None)),
+        })
     }
 
     /// Takes over a connected socket, in blocking mode.
@@ -145,7 +157,7 @@ impl Stream {
             None => Carrier::Unix,
         };
         let peer = peer_name(peer);
-        Ok(Self { socket, carrier, peer, deadline: None, cancelled: None, tags: None })
+        Ok(Self { socket, carrier, peer, deadline: None, cancelled: None, protection: None })
     }
 
     /// Closes the connection so that the peer can still read the last bytes written. Closing a TCP
@@ -178,28 +190,42 @@ pub(crate) fn remaining(deadline: Option<Instant>) -> io::Result<Option<Duration
 
 impl Read for Stream {
     fn read(&mut self, buf: &mut [u8]) -> io::Result<usize> {
-        let Some(cancelled) = &self.cancelled else {
-            self.socket.set_read_timeout(remaining(self.deadline)?)?;
-            return (&self.socket).read(buf).map_err(timed_out);
+        let Self { socket, deadline, cancelled, protection, .. } = self;
+        let read = |buf: &mut [u8]| {
+            let Some(cancelled) = &*cancelled else {
+                socket.set_read_timeout(remaining(*deadline)?)?;
+                return (&*socket).read(buf).map_err(timed_out);
+            };
+            loop {
+                if cancelled.load(Ordering::Acquire) {
+                    return Err(io::Error::new(ErrorKind::ConnectionAborted, "called off"));
+                }
+                let left = remaining(*deadline)?.map_or(GLANCE, |left| left.min(GLANCE));
+                socket.set_read_timeout(Some(left))?;
+                match (&*socket).read(buf) {
+                    Err(e) if e.kind() == ErrorKind::WouldBlock => {}
+                    done => return done,
+                }
+            }
         };
-        loop {
-            if cancelled.load(Ordering::Acquire) {
-                return Err(io::Error::new(ErrorKind::ConnectionAborted, "called off"));
-            }
-            let left = remaining(self.deadline)?.map_or(GLANCE, |left| left.min(GLANCE));
-            self.socket.set_read_timeout(Some(left))?;
-            match (&self.socket).read(buf) {
-                Err(e) if e.kind() == ErrorKind::WouldBlock => {}
-                done => return done,
-            }
+        match protection {
+            Some(Protection::Records(records)) => records.reader.read_with(buf, read),
+            _ => read(buf),
         }
     }
 }
 
 impl Write for Stream {
     fn write(&mut self, buf: &[u8]) -> io::Result<usize> {
-        self.socket.set_write_timeout(remaining(self.deadline)?)?;
-        self.socket.send_with_flags(buf, NO_SIGNAL).map_err(timed_out)
+        let Self { socket, deadline, protection, .. } = self;
+        let write = |buf: &[u8]| {
+            socket.set_write_timeout(remaining(*deadline)?)?;
+            socket.send_with_flags(buf, NO_SIGNAL).map_err(timed_out)
+        };
+        match protection {
+            Some(Protection::Records(records)) => records.writer.write_with(buf, write),
+            _ => write(buf),
+        }
     }
 
     fn flush(&mut self) -> io::Result<()> {

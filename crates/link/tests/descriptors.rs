@@ -55,7 +55,11 @@ fn a_process_without_descriptors() {
     let mut files = exhaust();
     let bound = Listener::bind(Ipv4Addr::LOCALHOST.into(), 0, false).unwrap_err();
     println!("\nSAID {bound}");
-    let keys = Credentials { cluster: [1; 16], secret: "open, sesame, open".parse().unwrap() };
+    let keys = Credentials {
+        cluster: [1; 16],
+        secret: "open, sesame, open".parse().unwrap(),
+        encrypt: false,
+    };
     let to = Address::Tcp("127.0.0.1:9".into());
     let deadline = Instant::now() + Duration::from_secs(60);
     let called = connect(&to, Caller::control(NodeId(0)), &keys, deadline).unwrap_err();

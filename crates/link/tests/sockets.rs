@@ -27,7 +27,7 @@ fn soon() -> Instant {
 }
 
 fn credentials(secret: &str) -> Credentials {
-    Credentials { cluster: CLUSTER, secret: secret.repeat(3).parse().unwrap() }
+    Credentials { cluster: CLUSTER, secret: secret.repeat(3).parse().unwrap(), encrypt: false }
 }
 
 fn lane(node: u16, lane: u16) -> Caller {
@@ -40,6 +40,7 @@ fn hello(node: u16) -> Hello {
         purpose: Purpose::Lane,
         node: NodeId(node),
         lane: LaneId(0),
+        encrypt: false,
         cluster: CLUSTER,
         identity: JobId([6; 16]),
         epoch: Epoch(1),
@@ -318,7 +319,7 @@ impl Write for Recorded {
 fn a_replayed_proof_is_refused() {
     let host = Host::start();
     let mut good = Recorded { stream: host.stranger(), sent: Vec::new() };
-    handshake::call(&mut good, &hello(1), &credentials("sesame").secret).unwrap();
+    handshake::call(&mut good, &hello(1), None, &credentials("sesame").secret).unwrap();
     assert_eq!(good.sent.len(), Hello::SIZE + TOKEN_SIZE + PROOF_SIZE);
     host.delivered.recv().unwrap();
 

@@ -134,7 +134,7 @@ fn train(setup: Setup) -> Vec<Seen> {
     config.cluster = "test".into();
     config.serves_coordinator = false;
     let ip = IpAddr::V4(Ipv4Addr::LOCALHOST);
-    let door = credentials("test", secret);
+    let door = credentials("test", secret, false);
     let coordinator = Coordinator::bind(ip, 0, door, config.connect_timeout).unwrap();
     config.coordinator = coordinator.address().to_string();
     let task = task(&setup);

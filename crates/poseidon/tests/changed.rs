@@ -3,17 +3,15 @@
 
 mod cluster;
 
-use cluster::fake::{read_frame, write_frame};
+use cluster::between::{self, misdirect};
 use cluster::{Layout, builder, job, step, without_hanging};
 use poseidon::config::{Carriers, Config, Member};
 use poseidon::{Clock, Error};
-use poseidon_core::wire::{Challenge, Header, Hello, Kind, Verdict};
-use poseidon_link::handshake::{PROOF_SIZE, TOKEN_SIZE};
-use poseidon_link::{Address, Caller, Listener, Serving, Stream, TAG_SIZE, connect};
+use poseidon_core::wire::{Header, Kind};
+use poseidon_link::TAG_SIZE;
 use std::io::{self, Read, Write};
-use std::net::{Ipv4Addr, Shutdown, TcpListener, TcpStream};
+use std::net::{Shutdown, TcpStream};
 use std::thread;
-use std::time::{Duration, Instant};
 
 /// A frame on its way, with its tags, as the one in between sees it.
 struct Passing {
@@ -50,27 +48,16 @@ type Attack = fn(Passing, &mut Vec<Passing>) -> Vec<Passing>;
 /// Passes bytes on between a caller and the listener at `to`, and has `attack` change the frames of
 /// one direction: control messages, and what is exchanged from clock 2 on.
 fn proxy(to: String, from_caller: bool, attack: Attack) -> String {
-    let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
-    let address = listener.local_addr().unwrap().to_string();
-    thread::spawn(move || {
-        for near in listener.incoming() {
-            let (near, far) = (near.unwrap(), TcpStream::connect(&to).unwrap());
-            let caller = (near.try_clone().unwrap(), far.try_clone().unwrap());
-            let asked = Hello::SIZE + TOKEN_SIZE + PROOF_SIZE;
-            let answered = Challenge::SIZE + Verdict::SIZE;
-            let honest: Attack = |frame, _| vec![frame];
-            let (up, down) = if from_caller { (attack, honest) } else { (honest, attack) };
-            thread::spawn(move || pass_on(caller, asked as u64, up));
-            thread::spawn(move || pass_on((far, near), answered as u64, down));
-        }
-    });
-    address
+    between::proxy(to, move |asks, from, to| {
+        let honest: Attack = |frame, _| vec![frame];
+        pass_on((from, to), asks, if asks == from_caller { attack } else { honest });
+    })
 }
 
-/// Passes `handshake` bytes on as they are, and then frames.
-fn pass_on((mut from, mut to): (TcpStream, TcpStream), handshake: u64, attack: Attack) {
+/// Passes the handshake on as it is, and then frames.
+fn pass_on((mut from, mut to): (TcpStream, TcpStream), from_caller: bool, attack: Attack) {
     let mut pass = || -> io::Result<()> {
-        io::copy(&mut (&from).take(handshake), &mut to)?;
+        between::pass_handshake(&from, &mut to, from_caller)?;
         let mut kept = Vec::new();
         loop {
             let frame = Passing::read(&mut from)?;
@@ -85,44 +72,6 @@ fn pass_on((mut from, mut to): (TcpStream, TcpStream), handshake: u64, attack: A
     let _ = pass();
     let _ = to.shutdown(Shutdown::Both);
     let _ = from.shutdown(Shutdown::Both);
-}
-
-/// A coordinator in front of the real one, which tells a node that node 0 is at `instead`. It knows
-/// the secret: that is how a test gets in between two nodes, who would notice it otherwise.
-fn misdirect(
-    config: &Config,
-    instead: impl Fn(String) -> String + Send + Sync + 'static,
-) -> Serving {
-    let listener = Listener::bind(Ipv4Addr::LOCALHOST.into(), 0, false).unwrap();
-    let (to, credentials) = (Address::Tcp(config.coordinator.clone()), config.credentials());
-    let ours = credentials.clone();
-    let deliver = move |hello: Hello, near: Stream| {
-        let far = connect(&to, Caller::control(hello.node), &credentials, later()).unwrap();
-        let (mut near, mut far) = (near, far);
-        // A node asks one thing when it joins, and nothing more in these tests.
-        let exchange = |near: &mut Stream, far: &mut Stream| -> io::Result<()> {
-            let (header, body) = read_frame(near)?;
-            write_frame(far, &[&header.encode()[..], &body].concat())?;
-            let (header, body) = read_frame(far)?;
-            let mut book: serde_json::Value = serde_json::from_slice(&body)?;
-            let place = &mut book["nodes"][0]["tcp"];
-            *place = instead(place.as_str().unwrap().to_owned()).into();
-            let body = serde_json::to_vec(&book)?;
-            let header = Header { length: body.len() as u32, ..header };
-            write_frame(near, &[&header.encode()[..], &body].concat())
-        };
-        exchange(&mut near, &mut far).unwrap();
-        thread::spawn(move || {
-            // The connections live until the node hangs up.
-            let _ = read_frame(&mut near);
-            drop(far);
-        });
-    };
-    listener.serve(ours, |_| Ok(()), deliver).unwrap()
-}
-
-fn later() -> Instant {
-    Instant::now() + Duration::from_secs(60)
 }
 
 /// Two workers exchange, and `attack` changes what one of them says to the other. Returns how it ends

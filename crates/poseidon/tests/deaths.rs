@@ -222,7 +222,7 @@ fn a_coordinator_alone() {
     let Ok(address) = std::env::var("DEATHS_COORDINATOR") else { return };
     let address: std::net::SocketAddr = address.parse().unwrap();
     let secret = std::env::var("POSEIDON_SECRET").unwrap().parse().unwrap();
-    let keys = poseidon::config::credentials("test", secret);
+    let keys = poseidon::config::credentials("test", secret, false);
     let _coordinator =
         poseidon::Coordinator::bind(address.ip(), address.port(), keys, LONG).unwrap();
     loop {

@@ -132,6 +132,12 @@ fn factors_reach_every_rank_of_every_host() {
 }
 
 #[test]
+fn factors_are_the_same_on_encrypted_connections() {
+    check(Layout { lanes: 2, encrypt: true, ..Layout::hosts(&[3, 1, 2]) });
+    check(Layout { carrier: Carriers::Tcp, encrypt: true, ..Layout::workers(3) });
+}
+
+#[test]
 fn workers_exchange_factors_past_dedicated_servers() {
     for servers in [Servers::Dedicated(1), Servers::Dedicated(2), Servers::Mixed(1)] {
         check(Layout { servers, lanes: 2, ..Layout::workers(3) });

@@ -28,6 +28,16 @@ fn run_on<T: Send + 'static>(
     carrier: Carriers,
     work: impl Fn(&Group) -> T + Clone + Send + 'static,
 ) -> Vec<T> {
+    run_protected(hosts, carrier, false, work)
+}
+
+/// The same, on connections that are encrypted between hosts, if `encrypt`.
+fn run_protected<T: Send + 'static>(
+    hosts: &[u16],
+    carrier: Carriers,
+    encrypt: bool,
+    work: impl Fn(&Group) -> T + Clone + Send + 'static,
+) -> Vec<T> {
     let size = hosts.iter().sum();
     let host_of = hosts.iter().zip(0..).flat_map(|(ranks, host)| vec![host; usize::from(*ranks)]);
     let host_of: Vec<u16> = host_of.collect();
@@ -35,12 +45,13 @@ fn run_on<T: Send + 'static>(
         let secret: Secret = "known to all of us".parse().unwrap();
         let patience = Duration::from_secs(20);
         let loopback = IpAddr::V4(Ipv4Addr::LOCALHOST);
-        let keys = credentials("group", secret.clone());
+        let keys = credentials("group", secret.clone(), encrypt);
         let coordinator = Coordinator::bind(loopback, 0, keys, patience).unwrap();
         let at = coordinator.address().to_string();
         let ranks = (0..size).map(|rank| {
             let mut config = Config::for_group(rank, size, &at, "group", secret.clone()).unwrap();
             config.carrier = carrier;
+            config.encrypt = encrypt;
             config.host = Some(format!("host {}", host_of[usize::from(rank)]));
             let work = work.clone();
             thread::spawn(move || {
@@ -103,6 +114,15 @@ fn values(rank: usize, len: usize) -> Vec<f32> {
 const SIZES: [usize; 6] = [0, 1, 7, 1001, 20_011, 700_001];
 
 fn every_collective(hosts: &[u16], carrier: Carriers, sizes: &'static [usize]) {
+    every_collective_protected(hosts, carrier, false, sizes);
+}
+
+fn every_collective_protected(
+    hosts: &[u16],
+    carrier: Carriers,
+    encrypt: bool,
+    sizes: &'static [usize],
+) {
     let size: u16 = hosts.iter().sum();
     // Every rank is a root where there are few.
     let roots = (0..size).step_by(if size > 5 { usize::from(size / 2) } else { 1 });
@@ -176,7 +196,7 @@ fn every_collective(hosts: &[u16], carrier: Carriers, sizes: &'static [usize]) {
             act(group, Request::Barrier).unwrap();
         }
     };
-    run_on(hosts, carrier, work);
+    run_protected(hosts, carrier, encrypt, work);
 }
 
 #[test]
@@ -202,6 +222,12 @@ fn every_collective_on_several_hosts() {
     every_collective(&[2, 2], Carriers::Auto, &[200_001]);
     every_collective(&[3, 1, 4], Carriers::Auto, &[7, 1001]);
     every_collective(&[4, 4, 4, 4], Carriers::Auto, &[7, 1001]);
+}
+
+#[test]
+fn every_collective_on_encrypted_connections() {
+    every_collective_protected(&[3], Carriers::Tcp, true, &SIZES);
+    every_collective_protected(&[2, 1, 2], Carriers::Auto, true, &[7, 1001, 20_011]);
 }
 
 #[test]

@@ -128,7 +128,7 @@ fn call(address: &str, caller: Caller, credentials: &Credentials) -> Option<Stat
 fn hello(purpose: Purpose, credentials: &Credentials) -> Hello {
     let (node, lane, cluster) = (NodeId(1), LaneId(0), credentials.cluster);
     let (identity, epoch, nonce) = (JobId::default(), Epoch(0), [7; 32]);
-    Hello { purpose, node, lane, cluster, identity, epoch, nonce }
+    Hello { purpose, node, lane, encrypt: credentials.encrypt, cluster, identity, epoch, nonce }
 }
 
 #[test]
@@ -145,7 +145,7 @@ fn strangers_are_told_why_they_are_refused() {
             odd[10] = 3;
             assert_eq!(knock(&door, &odd), Status::Purpose);
             let mut wishful = open(&hello(purpose, &ours), &ours.secret);
-            wishful[11] = 1;
+            wishful[11] = 2;
             assert_eq!(knock(&door, &wishful), Status::Features);
             let mut other = hello(purpose, &ours);
             other.cluster = [1; 16];

@@ -12,7 +12,7 @@ use crate::supervise::{self, Options};
 use crate::terminal::say;
 use anyhow::{Context, ensure};
 use clap::ValueEnum;
-use poseidon::config::{Carriers, LinkRate, Member};
+use poseidon::config::{Carriers, LinkRate, Member, encryption_wanted};
 use poseidon::{ChunkSize, Config, Limit, Optimizer, Reduction, Scheme, Servers};
 use std::io::BufRead;
 use std::process::{Command, ExitCode};
@@ -88,6 +88,10 @@ pub(crate) struct Args {
     /// [default: none, or POSEIDON_BANDWIDTH_BUDGET].
     #[arg(long, value_name = "RATE|none")]
     bandwidth_budget: Option<Limit>,
+
+    /// Encrypt what goes by TCP [default: POSEIDON_ENCRYPT=1].
+    #[arg(long)]
+    encrypt: bool,
 
     /// Print one JSON object and nothing else.
     #[arg(long)]
@@ -215,6 +219,7 @@ fn start_workers(args: &Args) -> anyhow::Result<Result<Vec<Vec<Report>>, ExitCod
         servers: args.servers.unwrap_or(Servers::Colocated),
         lanes: args.lanes,
         budget: args.bandwidth_budget,
+        encrypt: args.encrypt || encryption_wanted()?,
         address: [127, 0, 0, 1].into(),
     })?;
     let command = || {
@@ -277,6 +282,7 @@ impl Args {
         config.link_rate = self.link_rate.unwrap_or(config.link_rate);
         config.bandwidth_budget =
             self.bandwidth_budget.map_or(config.bandwidth_budget, |limit| limit.0);
+        config.encrypt |= self.encrypt;
         if self.in_cluster {
             config.carrier = self.link;
             config.servers = self.servers.unwrap_or(config.servers);

@@ -22,13 +22,16 @@ pub struct Hello {
     pub node: NodeId,
     /// The lane it wants to talk to.
     pub lane: LaneId,
+    /// Whether the caller wants what follows the handshake encrypted, where it is not within a host.
+    pub encrypt: bool,
     /// The cluster it belongs to.
     pub cluster: [u8; 16],
     /// The run of the job it belongs to; zero on a control connection, which does not know it yet.
     pub identity: JobId,
     /// The epoch of that run; zero on a control connection.
     pub epoch: Epoch,
-    /// Fresh random bytes.
+    /// Fresh random bytes. If the caller encrypts, the public half of a key pair that it has just
+    /// drawn.
     pub nonce: [u8; 32],
 }
 
@@ -42,6 +45,7 @@ impl Hello {
         b[..8].copy_from_slice(&MAGIC);
         b[8..10].copy_from_slice(&VERSION.to_le_bytes());
         b[10] = self.purpose as u8;
+        b[11] = u8::from(self.encrypt);
         b[12..14].copy_from_slice(&self.node.0.to_le_bytes());
         b[14..16].copy_from_slice(&self.lane.0.to_le_bytes());
         b[16..32].copy_from_slice(&self.cluster);
@@ -64,13 +68,16 @@ impl Hello {
             2 => Purpose::Control,
             _ => return Err(Status::Purpose),
         };
-        if b[11] != 0 {
-            return Err(Status::Features);
-        }
+        let encrypt = match b[11] {
+            0 => false,
+            1 => true,
+            _ => return Err(Status::Features),
+        };
         let mut hello = Self {
             purpose,
             node: NodeId(u16_at(b, 12)),
             lane: LaneId(u16_at(b, 14)),
+            encrypt,
             cluster: [0; 16],
             identity: JobId::default(),
             epoch: Epoch(u32_at(b, 48)),
@@ -95,7 +102,7 @@ pub struct Challenge {
     pub status: Status,
     /// The version the listener speaks.
     pub version: u16,
-    /// Fresh random bytes or, in a refusal, the proof that it comes from the cluster.
+    /// Fresh random bytes, as the caller's, or, in a refusal, the proof that it comes from the cluster.
     pub nonce: [u8; 32],
 }
 
@@ -198,6 +205,18 @@ pub enum Status {
     /// The listener does not know yet which run it belongs to.
     #[error("the listener has no information book yet: it has not got into the job")]
     NoBook = 10,
+    /// The listener encrypts, and the caller does not.
+    #[error(
+        "the listener encrypts its connections and the caller does not: start every node with \
+         --encrypt (POSEIDON_ENCRYPT=1), or none"
+    )]
+    Plain = 11,
+    /// The caller encrypts, and the listener does not.
+    #[error(
+        "the caller encrypts its connections and the listener does not: start every node with \
+         --encrypt (POSEIDON_ENCRYPT=1), or none"
+    )]
+    Encrypted = 12,
 }
 
 impl Status {
@@ -213,6 +232,8 @@ impl Status {
             8 => Self::Run,
             9 => Self::Features,
             10 => Self::NoBook,
+            11 => Self::Plain,
+            12 => Self::Encrypted,
             _ => Self::Garbage,
         }
     }
@@ -229,13 +250,14 @@ mod tests {
             purpose: Purpose::Lane,
             node: NodeId(7),
             lane: LaneId(3),
+            encrypt: true,
             cluster: [0xaa; 16],
             identity: JobId([0xee; 16]),
             epoch: Epoch(0x01020304),
             nonce: [0xbb; 32],
         };
         let mut bytes = [0; 88];
-        bytes[..16].copy_from_slice(b"POSEIDON\x0b\x00\x01\x00\x07\x00\x03\x00");
+        bytes[..16].copy_from_slice(b"POSEIDON\x0c\x00\x01\x01\x07\x00\x03\x00");
         bytes[16..32].fill(0xaa);
         bytes[32..48].fill(0xee);
         bytes[48..56].copy_from_slice(&[4, 3, 2, 1, 0, 0, 0, 0]);
@@ -243,9 +265,9 @@ mod tests {
         assert_eq!(hello.encode(), bytes);
         assert_eq!(Hello::decode(&bytes), Ok(hello));
 
-        let challenge = Challenge { status: Status::Welcome, version: 11, nonce: [0xcc; 32] };
+        let challenge = Challenge { status: Status::Welcome, version: 12, nonce: [0xcc; 32] };
         let mut bytes =
-            *b"POSEIDON\x0b\x00\x00\x00\x00\x00\x00\x00cccccccccccccccccccccccccccccccc";
+            *b"POSEIDON\x0c\x00\x00\x00\x00\x00\x00\x00cccccccccccccccccccccccccccccccc";
         bytes[16..].fill(0xcc);
         assert_eq!(challenge.encode(), bytes);
         assert_eq!(Challenge::decode(&bytes), Ok(challenge));
@@ -263,13 +285,14 @@ mod tests {
             purpose: Purpose::Control,
             node: NOBODY,
             lane: LaneId(0),
+            encrypt: false,
             cluster: [0; 16],
             identity: JobId::default(),
             epoch: Epoch(0),
             nonce: [0; 32],
         };
         let mut bytes = hello.encode();
-        bytes[11] = 1;
+        bytes[11] = 2;
         assert_eq!(Hello::decode(&bytes), Err(Status::Features));
         bytes[8] = 1;
         assert_eq!(Hello::decode(&bytes), Err(Status::Version));

@@ -9,7 +9,7 @@ use crate::memory::region::Region;
 use poseidon_core::printable::printable;
 use poseidon_core::wire::{Header, Kind, MAX_ABORT};
 use poseidon_core::{ChannelId, NodeId};
-use poseidon_link::{Carrier, Link, Opener, TAG_SIZE, Tagging};
+use poseidon_link::{Carrier, Changed, Link, Opener, TAG_SIZE, Tagging};
 use std::collections::VecDeque;
 use std::io::{self, IoSliceMut};
 use std::time::Duration;
@@ -39,6 +39,10 @@ pub(crate) struct Peer {
     /// a short read or write (the events are edge-triggered).
     readable: bool,
     writable: bool,
+    /// The last frame that the link has taken was about a layer. The link may hold some of it.
+    took_layer: bool,
+    /// Bytes that had come and could not be read yet, when the link was read last.
+    incoming: usize,
     /// When bytes last came, and when the link last took some bytes.
     pub(super) heard: Duration,
     pub(super) spoke: Duration,
@@ -121,6 +125,8 @@ impl Peer {
             postponed: false,
             readable: true,
             writable: true,
+            took_layer: false,
+            incoming: 0,
             heard: now,
             spoke: now,
             closed: false,
@@ -169,14 +175,15 @@ impl Peer {
     }
 
     pub(super) fn has_unsent(&self) -> bool {
-        !self.outbox.is_empty()
+        !self.outbox.is_empty() || self.link.unsent() > 0
     }
 
     /// Whether the link does not take what the other end would always read: a session awaits its
     /// frames at all times. A group's frames may have to wait there until its program begins the same
     /// operation, and operations have their own deadlines.
     pub(super) fn is_refused(&self) -> bool {
-        !self.writable && self.outbox.next_is_about_a_layer()
+        let held = self.took_layer && self.link.unsent() > 0;
+        !self.writable && (held || self.outbox.next_is_about_a_layer())
     }
 
     /// Whether what is sent counts for the node's budget: it leaves the host, as far as is known.
@@ -188,7 +195,7 @@ impl Peer {
     }
 
     pub(super) fn may_write(&self) -> bool {
-        self.writable && self.gone.is_none() && !self.outbox.is_empty()
+        self.writable && self.gone.is_none() && self.has_unsent()
     }
 
     /// Whether the link may be read. It is not read while a frame is parked in it.
@@ -233,16 +240,24 @@ impl Peer {
         if !self.may_write() {
             return 0;
         }
-        let link = &mut self.link;
-        let wrote = self.outbox.write(
-            most,
-            |slices| link.write(slices),
-            |frame| {
-                let bytes = frame.untagged_len();
-                channels.sent(frame.channel, bytes, frame.layer, frame.receipt, frame.payload);
-            },
-        );
-        match wrote {
+        let (link, took_layer) = (&mut self.link, &mut self.took_layer);
+        let held = link.unsent();
+        let flushed = if held > 0 { link.flush() } else { Ok(()) };
+        if link.unsent() < held {
+            self.spoke = now;
+        }
+        let write = |()| {
+            self.outbox.write(
+                most,
+                |slices| link.write(slices),
+                |frame| {
+                    let bytes = frame.untagged_len();
+                    *took_layer = frame.layer.is_some();
+                    channels.sent(frame.channel, bytes, frame.layer, frame.receipt, frame.payload);
+                },
+            )
+        };
+        match flushed.and_then(write) {
             Ok((bytes, all)) => {
                 // The budget may have let nothing out.
                 if bytes > 0 {
@@ -302,6 +317,8 @@ impl Peer {
                 Ok(read) => read,
                 Err(e) if e.kind() == io::ErrorKind::WouldBlock => {
                     self.readable = false;
+                    let before = std::mem::replace(&mut self.incoming, self.link.incoming());
+                    self.heard = if self.incoming > before { now } else { self.heard };
                     return;
                 }
                 Err(e) if e.kind() == io::ErrorKind::Interrupted => continue,
@@ -559,7 +576,11 @@ impl Peer {
     }
 
     pub(super) fn broken(&mut self, error: &io::Error) {
-        self.gone.get_or_insert(Gone::Lost(error.to_string()));
+        self.gone.get_or_insert_with(|| match error.get_ref() {
+            // An encrypted link does not know which frame it was, and shows nothing of it.
+            Some(inner) if inner.is::<Changed>() => Gone::Changed(None),
+            _ => Gone::Lost(error.to_string()),
+        });
     }
 
     /// It has sent a frame of a session or group that it is not in.

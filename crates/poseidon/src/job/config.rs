@@ -55,6 +55,8 @@ pub struct Config {
     pub cluster: String,
     /// What nodes prove to each other that they know.
     pub secret: Secret,
+    /// Whether connections to other hosts are encrypted. The same on all nodes.
+    pub encrypt: bool,
     /// How long nodes wait for each other at the start.
     pub connect_timeout: Duration,
     /// How long a layer may take to come back. Covers the slowest worker's slowest step.
@@ -109,6 +111,7 @@ impl Config {
     /// | `POSEIDON_HOST` | the name of the host that this node counts as on (default: the machine's own); nodes of one host share memory and contribute together, so containers that cannot share memory need names of their own |
     /// | `POSEIDON_RACK` | the name of this node's rack: one stream for each chunk leaves a rack; default: the switches of `SLURM_TOPOLOGY_ADDR`, where Slurm knows them |
     /// | `POSEIDON_SECRET`, `POSEIDON_SECRET_FILE` | the cluster secret, or a file that holds it; at least 16 bytes; default: a file made in the user's configuration folder |
+    /// | `POSEIDON_ENCRYPT` | `1`: connections to other hosts are encrypted; the same on every node |
     /// | `POSEIDON_ADDRESS` | address or interface to listen on; several with commas: lanes take them in turn |
     /// | `POSEIDON_LINK` | `auto`, `tcp`, `unix` |
     /// | `POSEIDON_PIN` | `0`: never keep lanes on one core each, not even where nodes share a host |
@@ -156,6 +159,7 @@ impl Config {
             carrier: env.parse("POSEIDON_LINK")?.unwrap_or_default(),
             pin: env.0("POSEIDON_PIN").is_none_or(|v| v != "0"),
             secret: env.secret()?,
+            encrypt: env.encrypt()?,
             connect_timeout: env.seconds("POSEIDON_CONNECT_TIMEOUT", 60)?,
             timeout: env.seconds("POSEIDON_TIMEOUT", 300)?,
             silence: env.seconds("POSEIDON_SILENCE", 15)?,
@@ -172,7 +176,8 @@ impl Config {
 
     /// Rank `rank` of a [`Group`](crate::Group) of `size`, whose coordinator is at `coordinator`. Of the environment
     /// only `POSEIDON_ADDRESS`, `POSEIDON_LINK`, `POSEIDON_HOST`, `POSEIDON_BANDWIDTH_BUDGET`,
-    /// `POSEIDON_PINNED_MEMORY`, `POSEIDON_CONNECT_TIMEOUT`, `POSEIDON_SILENCE` and `POSEIDON_TRACE` count.
+    /// `POSEIDON_PINNED_MEMORY`, `POSEIDON_CONNECT_TIMEOUT`, `POSEIDON_SILENCE`, `POSEIDON_ENCRYPT` and
+    /// `POSEIDON_TRACE` count.
     pub fn for_group(
         rank: u16,
         size: u16,
@@ -195,6 +200,7 @@ impl Config {
             pinned_memory: env.pinned_memory()?,
             carrier: env.parse("POSEIDON_LINK")?.unwrap_or_default(),
             cluster: cluster.into(),
+            encrypt: env.encrypt()?,
             connect_timeout: env.seconds("POSEIDON_CONNECT_TIMEOUT", 60)?,
             // A rank that is gone is reported within ten seconds.
             silence: env.seconds("POSEIDON_SILENCE", 9)?,
@@ -232,6 +238,7 @@ impl Config {
             pin: true,
             cluster: "alone".into(),
             secret,
+            encrypt: false,
             connect_timeout: Duration::from_secs(60),
             timeout: Duration::from_secs(300),
             silence: Duration::from_secs(15),
@@ -273,7 +280,7 @@ impl Config {
 
     /// What this node proves who it is with, on every connection.
     pub fn credentials(&self) -> Credentials {
-        credentials(&self.cluster, self.secret.clone())
+        credentials(&self.cluster, self.secret.clone(), self.encrypt)
     }
 }
 
@@ -310,12 +317,18 @@ pub(crate) fn wanted_address() -> Option<String> {
     std::env::var("POSEIDON_ADDRESS").ok().filter(|address| !address.is_empty())
 }
 
-/// The credentials of the job called `cluster`.
-pub fn credentials(cluster: &str, secret: Secret) -> Credentials {
+/// Whether the environment asks for connections to other hosts to be encrypted: `POSEIDON_ENCRYPT`.
+pub fn encryption_wanted() -> Result<bool, Error> {
+    Env(&|name| std::env::var(name).ok()).encrypt()
+}
+
+/// The credentials of the job called `cluster`. `encrypt`: whether its connections between hosts are
+/// encrypted.
+pub fn credentials(cluster: &str, secret: Secret, encrypt: bool) -> Credentials {
     let digest = Sha256::digest(cluster.as_bytes());
     let mut id = [0; 16];
     id.copy_from_slice(&digest[..16]);
-    Credentials { cluster: id, secret }
+    Credentials { cluster: id, secret, encrypt }
 }
 
 impl FromStr for Carriers {
@@ -368,6 +381,14 @@ impl Env<'_> {
     fn parse<T: FromStr<Err: fmt::Display>>(&self, name: &str) -> Result<Option<T>, Error> {
         let parse = |v: String| v.parse().map_err(|e| Error::Config(format!("{name}={v}: {e}")));
         self.0(name).filter(|v| !v.is_empty()).map(parse).transpose()
+    }
+
+    fn encrypt(&self) -> Result<bool, Error> {
+        match self.0("POSEIDON_ENCRYPT").as_deref() {
+            None | Some("" | "0") => Ok(false),
+            Some("1") => Ok(true),
+            Some(other) => Err(Error::Config(format!("POSEIDON_ENCRYPT={other}: expected 1 or 0"))),
+        }
     }
 
     /// What is asked of the `local`-th node of this host.

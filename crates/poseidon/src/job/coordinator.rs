@@ -21,6 +21,7 @@ use poseidon_core::running_time::RunningTime;
 use poseidon_core::wire::{Hello, Purpose, Status};
 use poseidon_core::{Cluster, JobId, NodeId, Rate};
 use poseidon_link::descriptors::{self, Need};
+use poseidon_link::handshake::agreement;
 use poseidon_link::{Credentials, Half, Listener, Serving, Stream, random_bytes};
 use serde_json::Value;
 use std::collections::{BTreeMap, BTreeSet};
@@ -53,8 +54,13 @@ impl Coordinator {
         let identity = random_bytes().map_err(Error::io("drawing the job's identity"))?;
         let identity = JobId(identity);
         let shared = Arc::new(Shared::new(Joining::new(identity, patience)));
+        let (ours, judging) = (credentials.clone(), shared.clone());
         let admit = move |hello: &Hello| match hello.purpose {
             Purpose::Lane => Err(Status::Purpose),
+            Purpose::Control if hello.encrypt != ours.encrypt => {
+                judging.act(|state, _| state.joining.handle_disagreement(hello));
+                agreement(hello, &ours)
+            }
             Purpose::Control if hello.identity.is_unknown() || hello.identity == identity => Ok(()),
             Purpose::Control => Err(Status::Run),
         };

@@ -5,6 +5,7 @@ use crate::job::book::{BOOK_VERSION, Book, Job, lookup, query};
 use crate::job::control::{Asker, Join, Message, Reply};
 use crate::job::link_rate::Measured;
 use crate::job::ports::{Claims, Measuring, Step};
+use poseidon_core::wire::{Hello, NOBODY};
 use poseidon_core::{Cluster, Epoch, JobId, NodeId};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
@@ -103,6 +104,24 @@ impl Joining {
             replies.extend(self.announce());
         }
         replies
+    }
+
+    /// A node has called that knows the secret, and that encrypts while the coordinator does not, or the
+    /// reverse. Its connection is refused, and everybody else hears why.
+    pub(crate) fn handle_disagreement(&mut self, hello: &Hello) -> Vec<Reply> {
+        if self.outcome.is_some() || hello.node == NOBODY {
+            return Vec::new();
+        }
+        let (it, coordinator) = match hello.encrypt {
+            true => ("encrypts", "does not"),
+            false => ("does not encrypt", "does"),
+        };
+        let name = self.name(hello.node);
+        self.call_off(format!(
+            "{name} {it} its connections and the coordinator {coordinator}: start every node with \
+             --encrypt (POSEIDON_ENCRYPT=1), or none"
+        ));
+        self.announce()
     }
 
     /// A connection has ended. If it was a node's, the node had not said goodbye.

@@ -327,7 +327,9 @@ impl ControlLine {
                 writer.set_deadline(Some(Instant::now() + stretch));
                 match writer.write(bytes) {
                     Ok(count) => (begun, bytes) = (true, &bytes[count..]),
-                    Err(e) if matches!(e.kind(), ErrorKind::TimedOut | ErrorKind::Interrupted) => {}
+                    Err(e) if matches!(e.kind(), ErrorKind::TimedOut | ErrorKind::Interrupted) => {
+                        begun |= writer.has_unsent();
+                    }
                     Err(e) => {
                         writer.hang_up();
                         return Err(LineError::Gone(e.to_string()));

@@ -223,7 +223,7 @@ mod tests {
 
     /// A job of so many workers: its coordinator, and everybody's line to it.
     fn start(workers: u16) -> (Coordinator, Vec<ControlLine>) {
-        let keys = credentials("test", Secret::random().unwrap());
+        let keys = credentials("test", Secret::random().unwrap(), false);
         let ip = IpAddr::V4(Ipv4Addr::LOCALHOST);
         let coordinator = Coordinator::bind(ip, 0, keys.clone(), LONG).unwrap();
         let address = coordinator.address().to_string();

@@ -187,7 +187,8 @@ impl<'a> End<'a> {
     }
 
     fn is_done(&self) -> bool {
-        !self.expects && self.train.is_none() && self.ahead.is_empty() && self.writing.is_none()
+        let written = self.ahead.is_empty() && self.writing.is_none() && self.link.unsent() == 0;
+        !self.expects && self.train.is_none() && written
     }
 
     /// Reads and writes until neither is possible.
@@ -308,8 +309,13 @@ impl<'a> End<'a> {
 
     /// Whether anything was written.
     fn write(&mut self) -> std::io::Result<bool> {
+        let held = self.link.unsent() > 0;
+        match self.link.flush() {
+            Err(e) if e.kind() == ErrorKind::WouldBlock => return Ok(false),
+            flushed => flushed?,
+        }
         let Some((head, payload, foot)) = self.writing.take().or_else(|| self.next_frame()) else {
-            return Ok(false);
+            return Ok(held);
         };
         let pieces = [IoSlice::new(&head), IoSlice::new(&SCRAP[..payload]), IoSlice::new(&foot)];
         let count = match self.link.write(&pieces) {
@@ -377,19 +383,25 @@ mod tests {
 
     /// Both ends send to each other over a link of this rate. Returns what they measured, and how
     /// long it took.
-    fn measure(mbit: u64, delay: Duration) -> ([Rate; 2], Duration) {
+    fn measure(mbit: u64, delay: Duration, encrypted: bool) -> ([Rate; 2], Duration) {
         let clock = VirtualClock::new();
         let bytes_per_second = Some(mbit * 1_000_000 / 8);
         // All of a train fits, so that it does not go byte by byte as the other end makes room.
         let capacity = 2 * LONGEST;
         let shape = Shape { delay, bytes_per_second, capacity, ..Shape::default() };
-        let (mut a, mut b) = memory::tagged_pair(clock.clone(), shape);
-        let faults = a.faults();
+        let (mut a, mut b, faults): (Box<dyn Link>, Box<dyn Link>, _) = if encrypted {
+            let (a, b, faults) = memory::encrypted_pair(clock.clone(), shape);
+            (Box::new(a), Box::new(b), faults)
+        } else {
+            let (a, b) = memory::tagged_pair(clock.clone(), shape);
+            let faults = a.faults();
+            (Box::new(a), Box::new(b), faults)
+        };
         let base = Instant::now();
         let train = || Some(Train::new(0, base));
         let mut ends = [
-            End::new((NodeId(0), NodeId(1)), &mut a, train(), true),
-            End::new((NodeId(1), NodeId(0)), &mut b, train(), true),
+            End::new((NodeId(0), NodeId(1)), &mut *a, train(), true),
+            End::new((NodeId(1), NodeId(0)), &mut *b, train(), true),
         ];
         let mut steps = 0;
         while ends.iter().any(|end| !end.is_done()) {
@@ -410,8 +422,11 @@ mod tests {
 
     #[test]
     fn a_link_is_measured_as_fast_as_it_is() {
-        for (mbit, delay) in [(100, 0), (1000, 0), (1000, 100), (10_000, 30)] {
-            let (rates, took) = measure(mbit, Duration::from_micros(delay));
+        let links = [(100, 0), (1000, 0), (1000, 100), (10_000, 30)];
+        for (encrypted, (mbit, delay)) in
+            [false, true].into_iter().flat_map(|encrypted| links.map(|link| (encrypted, link)))
+        {
+            let (rates, took) = measure(mbit, Duration::from_micros(delay), encrypted);
             for rate in rates {
                 let ratio = rate.bits() as f64 / (mbit * 1_000_000) as f64;
                 assert!((0.75..1.02).contains(&ratio), "{rate} of {mbit} Mbit/s");

@@ -515,7 +515,8 @@ mod tests {
 
     fn hello(identity: JobId, epoch: Epoch, lane: u16) -> Hello {
         let (purpose, node, lane) = (Purpose::Lane, NodeId(1), LaneId(lane));
-        Hello { purpose, node, lane, cluster: [0; 16], identity, epoch, nonce: [0; 32] }
+        let (encrypt, cluster, nonce) = (false, [0; 16], [0; 32]);
+        Hello { purpose, node, lane, encrypt, cluster, identity, epoch, nonce }
     }
 
     #[test]

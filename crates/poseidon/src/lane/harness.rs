@@ -19,7 +19,8 @@ use poseidon_core::{
     ChannelId, ChunkSize, Clock, Cluster, Encoding, Encodings, Epoch, LaneId, Layer, LayerId,
     NodeId, Optimizer, Plan, Reduction, Servers, Shard, Store,
 };
-use poseidon_link::memory::{Faults, Shape, VirtualClock, tagged_pair};
+use poseidon_link::Link;
+use poseidon_link::memory::{Faults, Shape, VirtualClock, encrypted_pair, tagged_pair};
 use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::sync::mpsc::{Sender, channel};
@@ -267,10 +268,19 @@ impl World {
                     continue;
                 }
                 for lane in world.cluster.lane_ids() {
-                    let (to_b, to_a) = tagged_pair(world.clock.clone(), world.dice.shape());
-                    world.pipes.push(Pipe { ends: [a, b], faults: to_b.faults() });
-                    links[a.index()][lane.index()].push((b, Box::new(to_b)));
-                    links[b.index()][lane.index()].push((a, Box::new(to_a)));
+                    let (clock, shape) = (world.clock.clone(), world.dice.shape());
+                    let (to_b, to_a, faults): (Box<dyn Link>, Box<dyn Link>, _) =
+                        if setup.seed % 2 == 0 {
+                            let (to_b, to_a) = tagged_pair(clock, shape);
+                            let faults = to_b.faults();
+                            (Box::new(to_b), Box::new(to_a), faults)
+                        } else {
+                            let (to_b, to_a, faults) = encrypted_pair(clock, shape);
+                            (Box::new(to_b), Box::new(to_a), faults)
+                        };
+                    world.pipes.push(Pipe { ends: [a, b], faults });
+                    links[a.index()][lane.index()].push((b, to_b));
+                    links[b.index()][lane.index()].push((a, to_a));
                 }
             }
         }
@@ -491,8 +501,7 @@ impl World {
     }
 
     fn bytes(&self) -> u64 {
-        let lanes = self.nodes.iter().flat_map(|n| n.lanes.iter().flatten());
-        lanes.map(|running| running.engine.moved()).sum()
+        self.pipes.iter().map(|pipe| pipe.faults.moved()).sum()
     }
 
     fn into_report(self, ended: Option<Duration>) -> Report {

@@ -1,6 +1,7 @@
 //! A whole cluster in one process: every node its own threads, real sockets between them.
 #![allow(dead_code, reason = "each test file uses a part of it")]
 
+pub(crate) mod between;
 pub(crate) mod fake;
 
 use poseidon::config::{Carriers, Config, Member, credentials};
@@ -96,12 +97,14 @@ pub(crate) struct Layout {
     pub(crate) hosts: &'static [u16],
     /// Hosts in each rack, in order. None: all hosts are in one rack.
     pub(crate) racks: &'static [u16],
+    /// Whether connections between hosts are encrypted.
+    pub(crate) encrypt: bool,
 }
 
 impl Layout {
     pub(crate) fn workers(workers: u16) -> Self {
         let (servers, carrier) = (Servers::Colocated, Carriers::Auto);
-        Self { workers, servers, lanes: 1, carrier, hosts: &[], racks: &[] }
+        Self { workers, servers, lanes: 1, carrier, hosts: &[], racks: &[], encrypt: false }
     }
 
     /// Workers on hosts of these sizes.
@@ -143,10 +146,11 @@ impl Layout {
         config.lanes = self.lanes;
         config.carrier = self.carrier;
         config.cluster = "test".into();
+        config.encrypt = self.encrypt;
         config.serves_coordinator = false;
         config.connect_timeout = patience;
         let ip = IpAddr::V4(Ipv4Addr::LOCALHOST);
-        let door = credentials("test", secret);
+        let door = credentials("test", secret, self.encrypt);
         let coordinator = Coordinator::bind(ip, 0, door, config.connect_timeout).unwrap();
         config.coordinator = coordinator.address().to_string();
         (coordinator, config)

@@ -125,6 +125,18 @@ fn a_secret_file_that_does_not_exist_is_not_made() {
 }
 
 #[test]
+fn encryption_is_asked_for_by_one_and_nothing_else() {
+    let secret = ("POSEIDON_SECRET", "of at least 16 bytes");
+    assert!(!bare(&[secret]).unwrap().encrypt);
+    for (value, encrypt) in [("1", true), ("0", false), ("", false)] {
+        let config = bare(&[secret, ("POSEIDON_ENCRYPT", value)]).unwrap();
+        assert_eq!((config.encrypt, config.credentials().encrypt), (encrypt, encrypt));
+    }
+    let error = bare(&[secret, ("POSEIDON_ENCRYPT", "yes")]).unwrap_err().to_string();
+    assert!(error.contains("POSEIDON_ENCRYPT=yes"), "{error}");
+}
+
+#[test]
 fn a_short_secret_is_refused_with_its_variable() {
     for short in ["", "swordfish"] {
         let error = bare(&[("POSEIDON_SECRET", short)]).unwrap_err().to_string();

@@ -277,7 +277,8 @@ fn a_close_that_arrives_with_the_last_bytes_is_noticed_at_once() {
 
 /// A link and the stream at its other end.
 fn connected() -> (Box<dyn Link>, Stream) {
-    let credentials = Credentials { cluster: [0; 16], secret: Secret::random().unwrap() };
+    let credentials =
+        Credentials { cluster: [0; 16], secret: Secret::random().unwrap(), encrypt: false };
     let listener = Listener::bind(IpAddr::V4(Ipv4Addr::LOCALHOST), 0, false).unwrap();
     let (deliver, arrivals) = channel();
     let deliver = move |_, stream: Stream| deliver.send(stream).unwrap();
