@@ -307,7 +307,7 @@ impl Run<'_> {
             let step = self.worker.steps() - first;
             let is_last = step + 1 == steps;
             together = self.prepare_step(is_last, is_last && ends_epoch)?;
-            self.worker.slow_down(self.pace.next_step());
+            self.pace.slow_down(self.worker.compute_seconds());
             let batch = self.loader.next()?;
             if self.settings.sync.drops() == 0 {
                 self.images += batch.total as u64;
@@ -323,7 +323,8 @@ impl Run<'_> {
             losses.push((loss.sum, loss.count));
             times.push(start.elapsed().as_secs_f64());
             let spent = (self.stepping + began.elapsed()).as_secs_f64();
-            let (done, all) = (self.worker.steps() - self.first.steps, self.steps - self.first.steps);
+            let (done, all) =
+                (self.worker.steps() - self.first.steps, self.steps - self.first.steps);
             self.screen.step(
                 Instant::now(),
                 StepProgress {
