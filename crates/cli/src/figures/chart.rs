@@ -204,15 +204,17 @@ impl Plot {
                 let Some(value) = point.simulated else { continue };
                 let aside = (i as f64 - panel.series.len() as f64 / 2.0) * width;
                 let (x, y) = (self.middle(panel, point.x) + aside, self.at_y(value));
+                // Pale, so that what the paper says is seen on it.
+                let colour = colour(names, series.name);
                 let _ = writeln!(
                     svg,
-                    "<rect x=\"{}\" y=\"{}\" width=\"{}\" height=\"{}\" fill=\"{}\"/>\
+                    "<rect x=\"{}\" y=\"{}\" width=\"{}\" height=\"{}\" fill=\"{colour}\" \
+                     fill-opacity=\".45\" stroke=\"{colour}\"/>\
                      <text x=\"{}\" y=\"{}\" text-anchor=\"middle\" font-size=\"10.5\">{}</text>",
                     At(x + 1.5),
                     At(y),
                     At(width - 3.0),
                     At(floor - y),
-                    colour(names, series.name),
                     At(x + width / 2.0),
                     At(y - 4.0),
                     At((value * 10.0).round() / 10.0),
@@ -423,7 +425,7 @@ const GREY: &str = "#8b949e";
 /// Of a simulated point, in pixels.
 const DOT: f64 = 2.6;
 /// How much wider a line is than the one that is drawn after it.
-const WIDER: f64 = 2.4;
+const WIDER: f64 = 2.0;
 /// Space around, in pixels: at the left of all panels, and above them.
 const SIDE: f64 = 10.0;
 const TOP: f64 = 10.0;
