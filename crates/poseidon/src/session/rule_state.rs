@@ -52,7 +52,8 @@ impl Session {
         self.check_no_dedicated_server()?;
         if self.layers.matrices(layer).is_some() {
             let len = self.parts.book.job.layers[layer.index()].len;
-            return Ok(if self.rank() == 0 { vec![0..len] } else { Vec::new() });
+            let whole = (self.rank() == 0).then_some(0..len);
+            return Ok(whole.into_iter().collect());
         }
         let (plan, me) = (&self.parts.plan, self.node.me);
         let mine = plan.all_chunks().filter(|(key, at)| key.layer == layer && at.node == me);
