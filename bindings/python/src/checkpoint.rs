@@ -17,6 +17,9 @@ use std::time::SystemTime;
 /// A piece: its layer, what it is of it, its first element, the type of its numbers, and their bytes.
 type PieceSpec = (String, String, usize, String, Memory);
 
+/// The type of numbers, and ranges of elements: the first of each, and the first behind it.
+type Pieces = (Option<String>, Vec<(usize, usize)>);
+
 /// A checkpoint that was found whole. Its numbers are checked when they are read.
 #[pyclass(frozen, module = "poseidon._native")]
 struct Checkpoint {
@@ -69,19 +72,27 @@ impl Checkpoint {
         self.inner.manifest().program.to_string()
     }
 
-    /// Something of a layer, whole: the type of its numbers, and their bytes.
+    /// Something of a layer: the type of its numbers, unless there are none, and the ranges of elements
+    /// in which it was written.
+    fn pieces(&self, layer: &str, what: &str) -> PyResult<Pieces> {
+        let what = parse(what)?;
+        let dtype = self.inner.dtype(layer, &what).map(|dtype| dtype.to_string());
+        let ranges = self.inner.pieces(layer, &what).into_iter();
+        Ok((dtype, ranges.map(|range| (range.start, range.end)).collect()))
+    }
+
+    /// The bytes of elements `first` to `last` of something of a layer.
     fn read<'py>(
         &self,
         py: Python<'py>,
         layer: &str,
         what: &str,
-    ) -> PyResult<(String, Bound<'py, PyByteArray>)> {
+        first: usize,
+        last: usize,
+    ) -> PyResult<Bound<'py, PyByteArray>> {
         let what = parse(what)?;
-        let layers = &self.inner.manifest().layers;
-        let len = layers.iter().find(|facts| facts.name == layer).map_or(0, |facts| facts.len);
-        let read = py.detach(|| self.inner.read_bytes(layer, &what, 0..len));
-        let (dtype, bytes) = read.map_err(refusal)?;
-        Ok((dtype.to_string(), PyByteArray::new(py, &bytes)))
+        let read = py.detach(|| self.inner.read_bytes(layer, &what, first..last));
+        Ok(PyByteArray::new(py, &read.map_err(refusal)?.1))
     }
 }
 

@@ -444,6 +444,12 @@ impl Session {
         Ok(state.steps)
     }
 
+    /// Elements of which `rule_state` has this node's state: the first of each run, and the first behind it.
+    fn held(&self, py: Python<'_>, layer: u32) -> PyResult<Vec<(usize, usize)>> {
+        let held = self.session()?.held(LayerId(layer)).map_err(|error| raise(py, error))?;
+        Ok(held.into_iter().map(|range| (range.start, range.end)).collect())
+    }
+
     /// Puts the update rule where it was when it had taken `steps` steps; and the shards' parameters,
     /// if `masters` is given.
     #[pyo3(signature = (layer, steps, vectors, masters=None))]
@@ -463,12 +469,24 @@ impl Session {
         session.restore_rule(LayerId(layer), state).map_err(|error| raise(py, error))
     }
 
-    /// Every worker's `value`, as JSON text, in rank order.
-    fn gather(&self, py: Python<'_>, topic: &str, value: &str) -> PyResult<Vec<String>> {
+    /// Every worker's `value`, as JSON text, in rank order. With `beside`, a thread beside the program
+    /// asks, for at most so many seconds, and the job goes on if it fails.
+    #[pyo3(signature = (topic, value, beside=None))]
+    fn gather(
+        &self,
+        py: Python<'_>,
+        topic: &str,
+        value: &str,
+        beside: Option<f64>,
+    ) -> PyResult<Vec<String>> {
         let session = self.session()?;
         let value: serde_json::Value = serde_json::from_str(value).map_err(value_error)?;
-        let values =
-            py.detach(|| session.gather(topic, &value)).map_err(|error| raise(py, error))?;
+        let beside = beside.map(group::seconds).transpose()?;
+        let values = py.detach(|| match beside {
+            Some(patience) => session.gather_beside(topic, &value, patience),
+            None => session.gather(topic, &value),
+        });
+        let values = values.map_err(|error| raise(py, error))?;
         Ok(values.iter().map(ToString::to_string).collect())
     }
 
@@ -558,19 +576,9 @@ fn budget(text: Option<&str>) -> PyResult<Option<Rate>> {
 /// A checksum of the bytes of a tensor: where they are, how many, and who keeps them alive.
 #[pyfunction]
 fn checksum(py: Python<'_>, address: usize, bytes: usize, owner: Py<PyAny>) -> PyResult<u64> {
-    if bytes == 0 {
-        return Ok(xxh3_64(&[]));
-    }
-    let Some(start) = NonNull::new(address as *mut u8) else {
-        return Err(PyValueError::new_err("a tensor without memory"));
-    };
-    // SAFETY: the Python side passes the address and the size of a contiguous tensor on the CPU
-    // together with the tensor, which keeps the memory alive. The memory is only read, and the
-    // caller's thread waits here meanwhile.
-    let content = unsafe { std::slice::from_raw_parts(start.as_ptr(), bytes) };
-    let sum = py.detach(|| xxh3_64(content));
-    drop(owner);
-    Ok(sum)
+    let memory = Memory(address, bytes, owner);
+    let content = memory.slice::<u8>()?;
+    Ok(py.detach(|| xxh3_64(content)))
 }
 
 #[pymodule]

@@ -136,6 +136,19 @@ impl Checkpoint {
         pieces.into_iter().flat_map(|pieces| pieces.keys().cloned()).collect()
     }
 
+    /// How the elements of something of a layer were written, in order. A read of a part of one of
+    /// these ranges reads all of it: what is read is checked.
+    pub fn pieces(&self, layer: &str, what: &What) -> Vec<Range<usize>> {
+        let pieces = self.positions.get(layer).and_then(|&layer| self.pieces[layer].get(what));
+        pieces.into_iter().flatten().map(|piece| piece.range.clone()).collect()
+    }
+
+    /// The type of the numbers of something of a layer. `None`: there are none.
+    pub fn dtype(&self, layer: &str, what: &What) -> Option<Dtype> {
+        let pieces = self.positions.get(layer).and_then(|&layer| self.pieces[layer].get(what));
+        pieces.and_then(|pieces| pieces.first()).map(|piece| piece.dtype)
+    }
+
     /// Reads elements `range` of a layer, which are `F32`. Only pieces that have some of them are
     /// read, and what is read is checked.
     pub fn read(&self, layer: &str, what: &What, range: Range<usize>) -> Result<Vec<f32>> {

@@ -1,5 +1,6 @@
 //! `poseidon figures`: the papers' figures again, by simulation, beside what the papers say.
 
+mod accuracy;
 mod chart;
 mod figure;
 mod index;
@@ -78,15 +79,18 @@ fn simulate(figures: &mut [Figure]) -> anyhow::Result<()> {
 type Make = fn() -> anyhow::Result<Figure>;
 
 /// In the order in which they are shown.
-const FIGURES: [(&str, Make); 9] = [
+const FIGURES: [(&str, Make); 12] = [
     ("fig4", poseidon_2017::caffe),
     ("fig5", poseidon_2017::tensorflow),
     ("fig6", poseidon_2017::stalls),
+    ("fig7", poseidon_2017::residual),
     ("fig8", poseidon_2017::bandwidth),
     ("fig9", poseidon_2017::traffic),
+    ("fig10", accuracy::by_iteration),
     ("table1", poseidon_2017::costs),
     ("2015-fig5", poseidon_2015::parameters),
     ("2015-fig7", poseidon_2015::ablation),
+    ("2015-table5", poseidon_2015::convergence),
     ("phub", zero_compute::throughput),
 ];
 

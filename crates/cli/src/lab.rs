@@ -11,6 +11,7 @@ pub(crate) use cluster::{Carried, Lab, LabSpec, MOST_NODES, QUEUE};
 pub(crate) use switch::Faults;
 
 use crate::bandwidth::Bandwidth;
+use crate::job_report;
 use crate::plan::duration;
 use crate::supervise::{self, Options};
 use crate::terminal::say;
@@ -211,6 +212,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<ExitCode> {
         command
     };
     let outcome = supervise::run(lab.processes(command)?, Options::default())?;
+    job_report::after_job();
     match lab.carried() {
         Ok(carried) if args.bytes => {
             for (node, Carried { sent, received }) in carried.iter().enumerate() {

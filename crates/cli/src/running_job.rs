@@ -16,7 +16,8 @@ pub(crate) struct RunningJob {
     #[arg(long, value_name = "HOST:PORT")]
     coordinator: Option<String>,
 
-    /// The job's name, where it is not the environment's.
+    /// The job's name, where it is not the environment's [default: outside of a job's environment, the
+    /// names that jobs have which torchrun or people have started].
     #[arg(long, value_name = "NAME")]
     cluster: Option<String>,
 
@@ -40,17 +41,15 @@ impl RunningJob {
         let mut config = Config::from_env()?;
         config.cluster = self.cluster.clone().unwrap_or(config.cluster);
         config.coordinator = self.coordinator.clone().unwrap_or(config.coordinator);
+        let is_named = self.cluster.is_some() || std::env::var_os(NAME).is_some();
         let is_told = std::env::var_os("POSEIDON_SECRET").is_some() || self.cluster.is_some();
         if config.coordinator.ends_with(":0") || !(is_told || Config::is_launched()) {
             let here = jobs_here();
             match (self.coordinator, &here[..]) {
                 (Some(address), here) => {
                     // The job's own process knows its secret; without one, the user's is tried.
-                    config = here
-                        .iter()
-                        .find(|job| job.coordinator == address)
-                        .unwrap_or(&config)
-                        .clone();
+                    let job = here.iter().find(|job| job.coordinator == address);
+                    config = job.unwrap_or(&config).clone();
                 }
                 (None, [job]) => config = job.clone(),
                 (None, []) if config.coordinator.ends_with(":0") => bail!(
@@ -69,6 +68,17 @@ impl RunningJob {
                     );
                 }
             }
+        }
+        if !(is_named || Config::is_launched()) {
+            // It may have any of several names: the coordinator knows. If none of them is the job's, its
+            // refusal of the usual name says what to do.
+            let names = UNNAMED.map(|name| Config { cluster: name.into(), ..config.clone() });
+            let answers = |config: &&Config| {
+                let short = patience / 4;
+                query(&config.coordinator, &config.credentials(), "epoch", short).is_ok()
+            };
+            let found = std::iter::once(&config).chain(&names).find(answers);
+            config = found.unwrap_or(&names[0]).clone();
         }
         Ok(Coordinator { config, patience })
     }
@@ -119,6 +129,12 @@ fn job_of(environment: &[u8]) -> Option<Config> {
 
 /// What a process of a job has in its environment, one of these, whoever has started it.
 const LAUNCHED: [&str; 4] = ["RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID", "POSEIDON_SERVER"];
+
+/// What a job is called by its environment.
+const NAME: &str = "POSEIDON_CLUSTER";
+/// What jobs are called that were given no name: those whose processes were started one by one, and
+/// those of torchrun, whose jobs have the number 'none' if they are given no other.
+const UNNAMED: [&str; 2] = ["torchrun", "none"];
 
 #[cfg(test)]
 mod tests {

@@ -119,12 +119,34 @@ fn the_same_files_every_time() {
     assert!(svg.starts_with("<svg ") && !svg.contains("NaN"), "{svg}");
 }
 
+/// Poseidon 2017, §5.1: 31x with ResNet-152 on 32 nodes. §5.3: 70% after 1000 iterations. 2015, Table 5.
+#[test]
+fn figures_of_training_have_what_the_papers_say() {
+    let records = summary("fig7,fig10,2015-table5");
+    let find = |figure: &str, series: &str, x: f64| {
+        let is = |record: &&Value| {
+            record["figure"] == figure && record["series"] == series && record["x"] == x
+        };
+        records.iter().find(is).unwrap_or_else(|| panic!("{figure}, {series}, {x}: {records:?}"))
+    };
+    let net = find("fig7", "ResNet-152, hybrid, wait-free", 32.0);
+    assert_eq!(net["paper"], 31.0);
+    assert!((net["simulated"].as_f64().unwrap() / 31.0 - 1.0).abs() < 0.05, "{net}");
+    let curve = find("fig10", "CIFAR-10 quick, Poseidon, 4 workers", 1000.0);
+    assert_eq!((&curve["paper"], &curve["measured"]), (&70.0.into(), &60.48.into()));
+    assert_eq!(
+        find("fig10", "CIFAR-10 quick, 1-bit quantization, 4 workers", 3000.0)["measured"],
+        Value::Null
+    );
+    assert_eq!(find("2015-table5", "CIFAR-10 quick, hybrid, wait-free", 8.0)["paper"], 4.0);
+}
+
 #[test]
 fn a_figure_that_does_not_exist() {
     let folder = TempDir::new().unwrap();
-    let output = figures(&folder.path().join("none"), "fig7");
+    let output = figures(&folder.path().join("none"), "fig3");
     let stderr = String::from_utf8_lossy(&output.stderr);
     assert_eq!(output.status.code(), Some(2), "{stderr}");
-    assert!(stderr.contains("'fig7'") && stderr.contains("2015-fig7"), "{stderr}");
+    assert!(stderr.contains("'fig3'") && stderr.contains("2015-fig7"), "{stderr}");
     assert!(!folder.path().join("none").exists());
 }

@@ -96,3 +96,21 @@ fn a_running_job_answers_with_tables_and_json() {
         }
     });
 }
+
+/// Nobody has told the command how the job is called: as torchrun calls jobs, or as those are called whose
+/// processes were started one by one.
+#[test]
+fn a_job_without_a_name_is_found_by_its_address() {
+    for name in ["torchrun", "none"] {
+        let secret = Secret::random().unwrap();
+        let mut config = Config::alone(secret.clone());
+        config.cluster = name.into();
+        let (ip, patience) = (IpAddr::V4(Ipv4Addr::LOCALHOST), Duration::from_secs(60));
+        let coordinator = Coordinator::bind(ip, 0, config.credentials(), patience).unwrap();
+        let mut command = Command::new(env!("CARGO_BIN_EXE_poseidon"));
+        command.args(["query", "missing", "--patience", "60", "--coordinator"]);
+        command.arg(coordinator.address().to_string()).env_clear();
+        let output = command.env("POSEIDON_SECRET", secret.expose()).output().unwrap();
+        assert!(output.status.success(), "{name}: {output:?}");
+    }
+}

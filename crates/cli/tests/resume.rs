@@ -5,7 +5,7 @@ mod trial;
 use rustix::process::Signal;
 use serde_json::Value;
 use std::fs;
-use std::process::Command;
+use std::process::{Command, Stdio};
 use trial::{SMALL, Trial, by_hand, eventually, kill};
 
 /// A folder with [`SMALL`] in it.
@@ -181,4 +181,66 @@ fn checkpoints_are_kept_by_count_and_can_be_exported() {
     let header: Value = serde_json::from_slice(&bytes[8..8 + header]).unwrap();
     assert_eq!(header["conv.bias"]["dtype"], "F32");
     assert_eq!(header["conv.weight"]["shape"].as_array().unwrap().len(), 4);
+}
+
+/// Three workers leave an epoch where no step of two workers ends.
+#[test]
+fn epochs_are_counted_to_what_was_asked_for() {
+    let trial = Trial::with_small_net();
+    let task = format!("{TASK} --checkpoint saved");
+    trial.report(&format!("{task} --workers 3 --steps 7"));
+    let run = trial.train("--resume saved --epochs 3 --workers 2 --checkpoint other");
+    assert!(run.status.success(), "{run:?}");
+    let epochs = run.stdout.lines().filter_map(|line| line.strip_prefix("epoch "));
+    let epochs: Vec<&str> = epochs.filter_map(|line| line.split_whitespace().next()).collect();
+    assert_eq!(epochs, ["1/3", "2/3", "3/3"], "{run:?}");
+    assert_eq!(left(&trial)["epochs"], 3.0);
+}
+
+/// The place is a disk of its own, with room for one checkpoint and a half.
+#[test]
+fn a_full_disk_is_a_warning_and_the_checkpoint_before_it_stays() {
+    if !may_mount() {
+        eprintln!("skipped: to mount a small disk needs root, or CAP_SYS_ADMIN, and 'unshare'");
+        return;
+    }
+    let trial = Trial::with_small_net();
+    let task = format!("{TASK} --workers 2 --every 4 --checkpoint");
+    trial.report(&format!("{task} roomy --steps 4"));
+    let parts = fs::read_dir(trial.path("roomy/step-000000000004")).unwrap();
+    // A disk in memory counts in pages of 4 KiB.
+    let pages: u64 = parts.map(|part| part.unwrap().metadata().unwrap().len().div_ceil(4096)).sum();
+    let poseidon = env!("CARGO_BIN_EXE_poseidon");
+    let script = format!(
+        "mkdir small && mount -t tmpfs -o size={}k tmpfs small && \
+         {poseidon} train {task} small --steps 12 --report report && \
+         {poseidon} checkpoint ls small && {poseidon} checkpoint verify small && \
+         {poseidon} train --resume small --steps 6 --report report --checkpoint other",
+        6 * pages
+    );
+    let mut command = Command::new("unshare");
+    command.args(["--mount", "--propagation", "private", "sh", "-c", &script]);
+    command.env("HOME", trial.path("")).current_dir(trial.path("")).stdin(Stdio::null());
+    let output = command.output().unwrap();
+    let (said, errors) =
+        [output.stdout, output.stderr].map(|text| String::from_utf8(text).unwrap()).into();
+    assert!(output.status.success(), "{said}{errors}");
+    let warnings: Vec<_> = said.lines().filter(|line| line.starts_with("warning: ")).collect();
+    for (warning, step) in warnings.iter().zip([8, 12]) {
+        assert!(warning.contains(&format!("step {step}")), "{warning}");
+        assert!(warning.contains("no space left: "), "{warning}");
+        assert!(warning.contains(" bytes are needed, "), "{warning}");
+        assert!(warning.ends_with("training goes on"), "{warning}");
+    }
+    assert_eq!(warnings.len(), 2, "{said}{errors}");
+    assert!(said.contains("12 steps in "), "{said}");
+    assert!(said.contains("goes on after step 4"), "{said}");
+}
+
+/// Whether this process may have mounts of its own.
+fn may_mount() -> bool {
+    let mut command = Command::new("unshare");
+    let script = "mount -t tmpfs -o size=4k tmpfs /mnt";
+    command.args(["--mount", "--propagation", "private", "sh", "-c", script]);
+    command.stderr(Stdio::null()).status().is_ok_and(|status| status.success())
 }

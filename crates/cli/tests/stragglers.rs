@@ -58,6 +58,28 @@ fn a_job_that_drops_workers_ends_when_it_is_asked_to() {
     assert!(run.stdout.contains("it was asked to end after step"), "{run:?}");
 }
 
+/// An epoch has some 60 steps of at least 200 ms: the end of it is far away.
+#[test]
+fn a_job_ends_at_the_next_step_that_all_workers_agree_on_and_not_with_the_epoch() {
+    for (how, word) in [("--drop-slowest 1", ""), ("--sync asp", "asked to end: with --sync asp")] {
+        let trial = Trial::with_small_net();
+        let endless = "--steps 1000000 --compute 200ms --checkpoint saved --every 4";
+        let mut job = trial.start(&format!("{TASK} {how} {endless}"));
+        job.wait_for("small.toml on");
+        kill(job.pid(), Signal::TERM);
+        let run = job.finish();
+        assert_eq!(run.status.code(), Some(128 + Signal::TERM.as_raw()), "{run:?}");
+        let (_, after) = run.stdout.split_once("asked to end after step ").unwrap();
+        let step: u64 = after.split_once(' ').unwrap().0.parse().unwrap();
+        assert!(step < 50, "{how}: {step}");
+        assert!(run.stdout.contains(word), "{how}: {run:?}");
+        assert!(trial.path(&format!("saved/step-{step:012}/manifest.json")).exists(), "{run:?}");
+        if how.contains("asp") {
+            assert_eq!(step % 4, 1, "after the step that all took together: {run:?}");
+        }
+    }
+}
+
 #[test]
 fn what_has_no_meaning_is_refused() {
     let trial = Trial::with_small_net();

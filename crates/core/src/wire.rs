@@ -80,6 +80,11 @@ impl Marks {
         self.0 & other.0 == other.0
     }
 
+    /// These, but for `other`.
+    pub fn without(self, other: Self) -> Self {
+        Self(self.0 & !other.0)
+    }
+
     fn from_bits(bits: u8) -> Option<Self> {
         (bits <= Self::KEEP.0 | Self::STOP.0 | Self::TOGETHER.0).then_some(Self(bits))
     }

@@ -1,6 +1,9 @@
 //! A figure as a drawing that needs nothing around it: panels side by side, one legend below.
 //!
 //! Lines with dots are simulated, diamonds are the paper's, squares were measured.
+//!
+//! There is no background, and colours are neither light nor dark, so that a drawing fits a light page as
+//! well as a dark one. Lines that lie on each other are told apart by their widths: the first is the widest.
 
 use super::figure::{Figure, Ideal, Kind, Panel, Point, Series};
 use crate::report::svg::{At, Axis, Escaped};
@@ -15,8 +18,7 @@ pub(super) fn draw(figure: &Figure) -> String {
     let mut svg = format!(
         "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {w} {h}\" width=\"{w}\" height=\"{h}\" \
          role=\"img\" font-family=\"system-ui, 'Segoe UI', Roboto, Arial, sans-serif\" font-size=\"12\" \
-         fill=\"{INK}\">\n<title>{}</title>\n<desc>{}</desc>\n\
-         <rect width=\"{w}\" height=\"{h}\" fill=\"#fff\"/>\n",
+         fill=\"{INK}\">\n<title>{}</title>\n<desc>{}</desc>\n",
         Escaped(figure.title),
         Escaped(figure.about),
         w = At(width),
@@ -83,8 +85,9 @@ impl Plot {
             }
         }
         if panel.kind != Kind::Bars {
-            for series in &panel.series {
-                self.line(svg, series, colour(names, series.name));
+            for (position, series) in panel.series.iter().enumerate() {
+                let above = panel.series.len() - 1 - position;
+                self.line(svg, series, colour(names, series.name), above);
             }
         }
         // Above all lines: they are what the lines are to be compared with.
@@ -94,7 +97,7 @@ impl Plot {
                 let paper = point.paper.map(|value| (value, Swatch::Paper(colour)));
                 let measured = point.measured.map(|value| (value, Swatch::Measured(colour)));
                 for (value, swatch) in paper.into_iter().chain(measured) {
-                    swatch.mark(svg, self.at_x(point.x), self.at_y(value));
+                    swatch.mark(svg, self.middle(panel, point.x), self.at_y(value));
                 }
             }
         }
@@ -114,7 +117,7 @@ impl Plot {
             let y = At(self.at_y(value));
             let _ = writeln!(
                 svg,
-                "<path d=\"M{} {y}H{}\" stroke=\"#e2e6eb\"/><text x=\"{}\" y=\"{y}\" dy=\".33em\" \
+                "<path d=\"M{} {y}H{}\" stroke=\"{GREY}\" stroke-opacity=\".3\"/><text x=\"{}\" y=\"{y}\" dy=\".33em\" \
                  text-anchor=\"end\" fill=\"{MUTED}\">{label}</text>",
                 At(left),
                 At(right),
@@ -156,19 +159,38 @@ impl Plot {
         );
     }
 
-    fn line(&self, svg: &mut String, series: &Series, colour: &str) {
-        let at = |point: &Point| Some((self.at_x(point.x), self.at_y(point.simulated?)));
-        let points: Vec<(f64, f64)> = series.points.iter().filter_map(at).collect();
+    /// `above`: how many lines are drawn after this one, which may hide it. What was only measured is a thin
+    /// line from square to square.
+    fn line(&self, svg: &mut String, series: &Series, colour: &str, above: usize) {
+        let at = |value: fn(&Point) -> Option<f64>| -> Vec<(f64, f64)> {
+            let place = |point: &Point| Some((self.at_x(point.x), self.at_y(value(point)?)));
+            series.points.iter().filter_map(place).collect()
+        };
+        let simulated = at(|point| point.simulated);
+        let (points, width) = match simulated.is_empty() {
+            true => (at(|point| point.measured), 1.0),
+            false => (simulated.clone(), 2.0 + WIDER * above as f64),
+        };
         let mut path = String::new();
         for (i, (x, y)) in points.iter().enumerate() {
             let _ = write!(path, "{}{} {}", if i == 0 { 'M' } else { 'L' }, At(*x), At(*y));
         }
-        let _ = writeln!(
-            svg,
-            "<path d=\"{path}\" fill=\"none\" stroke=\"{colour}\" stroke-width=\"2\" stroke-linejoin=\"round\"/>"
-        );
-        for (x, y) in points {
-            Swatch::Simulated(colour).mark(svg, x, y);
+        if points.len() > 1 {
+            let _ = writeln!(
+                svg,
+                "<path d=\"{path}\" fill=\"none\" stroke=\"{colour}\" stroke-width=\"{}\" \
+                 stroke-linejoin=\"round\"/>",
+                At(width)
+            );
+        }
+        for (x, y) in simulated {
+            let _ = writeln!(
+                svg,
+                "<circle cx=\"{}\" cy=\"{}\" r=\"{}\" fill=\"{colour}\"/>",
+                At(x),
+                At(y),
+                At(DOT + WIDER / 2.0 * above as f64)
+            );
         }
     }
 
@@ -182,15 +204,17 @@ impl Plot {
                 let Some(value) = point.simulated else { continue };
                 let aside = (i as f64 - panel.series.len() as f64 / 2.0) * width;
                 let (x, y) = (self.middle(panel, point.x) + aside, self.at_y(value));
+                // Pale, so that what the paper says is seen on it.
+                let colour = colour(names, series.name);
                 let _ = writeln!(
                     svg,
-                    "<rect x=\"{}\" y=\"{}\" width=\"{}\" height=\"{}\" fill=\"{}\"/>\
+                    "<rect x=\"{}\" y=\"{}\" width=\"{}\" height=\"{}\" fill=\"{colour}\" \
+                     fill-opacity=\".45\" stroke=\"{colour}\"/>\
                      <text x=\"{}\" y=\"{}\" text-anchor=\"middle\" font-size=\"10.5\">{}</text>",
                     At(x + 1.5),
                     At(y),
                     At(width - 3.0),
                     At(floor - y),
-                    colour(names, series.name),
                     At(x + width / 2.0),
                     At(y - 4.0),
                     At((value * 10.0).round() / 10.0),
@@ -263,17 +287,17 @@ impl Swatch<'_> {
         let _ = match self {
             Self::Series(_) | Self::Ideal => Ok(()),
             Self::Simulated(colour) => {
-                writeln!(svg, "<circle cx=\"{x0}\" cy=\"{y0}\" r=\"2.6\" fill=\"{colour}\"/>")
+                writeln!(svg, "<circle cx=\"{x0}\" cy=\"{y0}\" r=\"{DOT}\" fill=\"{colour}\"/>")
             }
             Self::Paper(colour) => writeln!(
                 svg,
-                "<path d=\"M{x0} {}l6 6l-6 6l-6 -6z\" fill=\"#fff\" fill-opacity=\".75\" stroke=\"{colour}\" \
+                "<path d=\"M{x0} {}l6 6l-6 6l-6 -6z\" fill=\"none\" stroke=\"{colour}\" \
                  stroke-width=\"2\"/>",
                 At(y - 6.0)
             ),
             Self::Measured(colour) => writeln!(
                 svg,
-                "<rect x=\"{}\" y=\"{}\" width=\"9\" height=\"9\" fill=\"#fff\" fill-opacity=\".75\" stroke=\"{colour}\" \
+                "<rect x=\"{}\" y=\"{}\" width=\"9\" height=\"9\" fill=\"none\" stroke=\"{colour}\" \
                  stroke-width=\"2\"/>",
                 At(x - 4.5),
                 At(y - 4.5)
@@ -393,10 +417,15 @@ fn y_labels(axis: &Axis) -> Vec<(f64, String)> {
 }
 
 const COLOURS: [&str; 7] =
-    ["#e08600", "#0069b4", "#00936b", "#9c57a5", "#c2442a", "#5b6572", "#74bdf0"];
-const INK: &str = "#1a1f26";
-const MUTED: &str = "#5b6572";
-const GREY: &str = "#98a3b0";
+    ["#e08600", "#2f86d2", "#00936b", "#a968b3", "#d05038", "#7a8591", "#4fa8e6"];
+/// Greys that are read on white, and on the dark pages of browsers and of the book.
+const INK: &str = "#6e7781";
+const MUTED: &str = "#7a8591";
+const GREY: &str = "#8b949e";
+/// Of a simulated point, in pixels.
+const DOT: f64 = 2.6;
+/// How much wider a line is than the one that is drawn after it.
+const WIDER: f64 = 2.0;
 /// Space around, in pixels: at the left of all panels, and above them.
 const SIDE: f64 = 10.0;
 const TOP: f64 = 10.0;

@@ -35,5 +35,4 @@ pub(super) fn page(figures: &[Figure]) -> String {
 
 const LEAD: &str = "Lines are what the simulator says, with the code that ships and the network and devices \
     of the papers; diamonds are what the papers' texts say; squares were measured with real processes. Why \
-    they differ where they do is in docs/reproduction.md. Figure 8 of Poseidon 2015 is about staleness, which \
-    does not exist here yet.";
+    they differ where they do is in docs/reproduction.md, and so is which figures are left out, and why.";

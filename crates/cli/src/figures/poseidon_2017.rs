@@ -1,4 +1,4 @@
-//! Poseidon 2017 (Zhang et al., USENIX ATC'17): Figures 4, 5, 6, 8 and 9, and Table 1.
+//! Poseidon 2017 (Zhang et al., USENIX ATC'17): Figures 4 to 9, and Table 1.
 //!
 //! Everything is simulated on the network and the device of the paper, as `docs/reproduction.md`
 //! explains. The paper's numbers are those its text states; none is read off a curve.
@@ -92,6 +92,26 @@ pub(super) fn stalls() -> anyhow::Result<Figure> {
                 or rebuilds gradients from factors. The paper draws this without giving numbers.",
         same_scale: true,
         panels,
+    })
+}
+
+/// Figure 7, its left half. The right one is the error by epochs, which takes training on ImageNet.
+pub(super) fn residual() -> anyhow::Result<Figure> {
+    // §5.1: "31x speedup in terms of throughput".
+    let stated = [("resnet152", HYBRID, 32, 31.0)];
+    Ok(Figure {
+        id: "fig7",
+        title: "Poseidon 2017, Figure 7a: speed-up of ResNet-152 at 40GbE",
+        about: "A net of convolutions that computes for long: whatever overlaps is hidden. The paper gives \
+                no speed of a single node, so the device computes at its rate for convolutions of other \
+                nets.",
+        same_scale: true,
+        panels: scaling(
+            &["resnet152"],
+            "titan-x-tensorflow",
+            &[TENSORS, WAIT_FREE, HYBRID],
+            &stated,
+        )?,
     })
 }
 
@@ -329,7 +349,9 @@ pub(super) fn shown(model: &str) -> String {
     match model {
         "alexnet" => "AlexNet".into(),
         "googlenet" => "GoogLeNet".into(),
+        "cifar10-quick" => "CIFAR-10 quick".into(),
         "inception-v3" => "Inception-V3".into(),
+        "resnet152" => "ResNet-152".into(),
         other => other.to_uppercase(),
     }
 }

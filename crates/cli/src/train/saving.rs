@@ -134,6 +134,14 @@ impl Saver {
         })
     }
 
+    /// The next step after `step` that is saved because of its number.
+    pub(super) fn next_due(&self, step: u64) -> Option<u64> {
+        match self.due {
+            Some(Due::Every(steps)) => Some((step / steps).saturating_add(1).saturating_mul(steps)),
+            Some(Due::Epoch) | None => None,
+        }
+    }
+
     /// Begins a checkpoint of the state after the next step. Returns how the last one ended, if it was
     /// still being written.
     pub(super) fn begin(&mut self, worker: &Worker) -> anyhow::Result<Option<String>> {

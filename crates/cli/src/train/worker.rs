@@ -1,10 +1,12 @@
 //! One worker of `poseidon train`: reads, computes, synchronises; rank 0 also shows and reports.
 
+mod stopping;
+
 use super::facts::{EpochFacts, FinalFacts, gather};
 use super::inputs::{Agreement, Inputs};
 use super::outline::{command, plan};
 use super::pace::Pace;
-use super::saving::{self, Resumed, RunState, Saver, asked_to_end};
+use super::saving::{Resumed, RunState, Saver, asked_to_end};
 use super::screen::{Kind, Screen, StepProgress};
 use super::settings::{Partition, Settings, Test};
 use super::thinned::Thinned;
@@ -15,7 +17,7 @@ use crate::report::{
 };
 use crate::terminal::say;
 use anyhow::ensure;
-use poseidon::{Checkpoints, Config, Consistency, LayerId, Session, Traffic};
+use poseidon::{Checkpoints, Config, LayerId, Session, Traffic};
 use poseidon_nn::data::{Evaluation, Loader, Position, Samples, Transform};
 use poseidon_nn::train::{self, TrainError, Worker};
 use poseidon_nn::{Loss, Net};
@@ -77,10 +79,15 @@ fn drive(settings: &Settings, worker: Worker, inputs: Inputs, json: bool) -> any
     }
     let done = |resumed: &Resumed| resumed.state.epochs.clone();
     let mut run = Run {
-        first: (worker.steps(), loader.position()),
+        first: Beginning {
+            steps: worker.steps(),
+            position: loader.position(),
+            left: loader.steps_left(),
+        },
         saver: Saver::new(settings),
         asked: asked_to_end()?,
         stop_at: None,
+        told_when: false,
         samples,
         plan: plan(&worker, &Net::new(&inputs.model, 1)?),
         before,
@@ -165,16 +172,28 @@ struct Run<'a> {
     curve: Thinned<CurvePoint>,
     epochs: Vec<EpochReport>,
     digests: Vec<String>,
-    /// Where this run began: steps taken before, and the place in the data.
-    first: (u64, Position),
+    first: Beginning,
     saver: Saver,
     /// Whether this process was asked to end.
     asked: Arc<AtomicBool>,
     /// The step that all workers stop after, if one of them was asked to end.
     stop_at: Option<u64>,
+    /// Whether it was said when that will be.
+    told_when: bool,
     /// Samples of an epoch.
     samples: usize,
     date: String,
+}
+
+/// Where a run began.
+#[derive(Clone, Copy)]
+struct Beginning {
+    /// Steps that were taken before.
+    steps: u64,
+    /// The place in the data.
+    position: Position,
+    /// Steps from there to the end of the epoch.
+    left: u64,
 }
 
 struct Before {
@@ -199,15 +218,16 @@ impl Run<'_> {
         Ok(())
     }
 
-    /// How many epochs are done after `step` steps.
+    /// How many epochs are done after `step` steps. What was left of the first one may be no multiple of
+    /// a step of this run: it may have other workers and batches than the one before.
     fn epoch_of(&self, step: u64) -> f64 {
-        let (taken, Position { epoch, samples }) = self.first;
-        let before = epoch as f64 + samples as f64 / self.samples as f64;
-        before + (step - taken) as f64 / self.steps_per_epoch as f64
-    }
-
-    fn is_stopped(&self) -> bool {
-        self.stop_at.is_some_and(|step| self.worker.steps() >= step)
+        let Beginning { steps, position: Position { epoch, samples }, left } = self.first;
+        let (epoch, taken) = (epoch as f64, step - steps);
+        if taken >= left {
+            return epoch + 1.0 + (taken - left) as f64 / self.steps_per_epoch as f64;
+        }
+        let before = samples as f64 / self.samples as f64;
+        epoch + before + (1.0 - before) * taken as f64 / left as f64
     }
 
     fn tell(&mut self, news: Option<String>) {
@@ -217,22 +237,25 @@ impl Run<'_> {
     }
 
     /// Before a step: begins a checkpoint of what it leaves, if one is due. `is_last`: workers compare
-    /// results after it. `ends_epoch`: it is the last one of its epoch, too.
-    fn prepare_step(&mut self, is_last: bool, ends_epoch: bool) -> anyhow::Result<()> {
+    /// results after it. `ends_epoch`: it is the last one of its epoch, too. Returns whether all workers
+    /// take it together.
+    fn prepare_step(&mut self, is_last: bool, ends_epoch: bool) -> anyhow::Result<bool> {
         let next = self.worker.steps() + 1;
         let ends_run = next == self.steps || self.stop_at == Some(next);
         if is_last || ends_run {
             self.worker.step_together()?;
         }
-        if self.saver.is_due(next, ends_epoch, ends_run) {
+        let is_due = self.saver.is_due(next, ends_epoch, ends_run);
+        if is_due {
             let last = self.saver.begin(&self.worker)?;
             self.tell(last);
         }
-        Ok(())
+        Ok(is_last || ends_run || is_due)
     }
 
-    /// After a step: describes it to a checkpoint of it, and hears whether all are to stop.
-    fn stepped(&mut self) -> anyhow::Result<()> {
+    /// After a step: describes it to a checkpoint of it, and hears whether all are to stop. `left`: steps
+    /// of this epoch.
+    fn stepped(&mut self, left: u64) -> anyhow::Result<()> {
         let (settings, position, samples) = (self.settings, self.loader.position(), self.samples);
         let epochs = &self.epochs;
         let state = || {
@@ -241,27 +264,8 @@ impl Run<'_> {
         };
         let ended = self.saver.stepped(&self.worker, state)?;
         self.tell(ended);
-        let asked = saving::is_set(&self.asked);
-        let stops = match self.worker.session() {
-            Some(session) => {
-                if asked {
-                    session.ask_to_stop();
-                }
-                self.worker.stop_asked()
-            }
-            None => asked,
-        };
-        // Workers that do not wait, or miss steps, hear of it at different steps: see `epoch`.
-        let alike = matches!(self.settings.sync, Consistency::Bsp | Consistency::Ssp(_));
-        if stops && alike {
-            self.stop_soon();
-        }
+        self.hear_whether_to_stop(left);
         Ok(())
-    }
-
-    /// The step after this one is saved, on all workers, and is the last.
-    fn stop_soon(&mut self) {
-        self.stop_at.get_or_insert(self.worker.steps() + 1);
     }
 
     fn headline(&self) -> String {
@@ -286,11 +290,14 @@ impl Run<'_> {
         let mut times = Vec::new();
         let mut digests = Vec::new();
         let ends_epoch = steps == self.loader.steps_left();
+        // Whether all workers have taken the last step.
+        let mut together = false;
         while self.worker.steps() < first + steps && !self.is_stopped() {
             let start = Instant::now();
             let missed = self.worker.catch_up()?;
             self.turnout.answered(&self.worker);
             self.loader.skip(missed)?;
+            self.stop_if_known(together)?;
             if let Some(time) = times.pop() {
                 // The last step took as long as the missed ones, too.
                 let steps = missed as usize + 1;
@@ -299,7 +306,7 @@ impl Run<'_> {
             }
             let step = self.worker.steps() - first;
             let is_last = step + 1 == steps;
-            self.prepare_step(is_last, is_last && ends_epoch)?;
+            together = self.prepare_step(is_last, is_last && ends_epoch)?;
             self.pace.slow_down(self.worker.compute_seconds());
             let batch = self.loader.next()?;
             if self.settings.sync.drops() == 0 {
@@ -308,7 +315,7 @@ impl Run<'_> {
             let rate = self.settings.schedule.at(self.settings.lr, self.worker.steps());
             let loss = self.worker.step(&batch, rate)?;
             self.turnout.sent(batch.labels.len());
-            self.stepped()?;
+            self.stepped(first + steps - self.worker.steps())?;
             if self.settings.verify_replicas {
                 digests.push(self.worker.digest()?);
             }
@@ -316,7 +323,8 @@ impl Run<'_> {
             losses.push((loss.sum, loss.count));
             times.push(start.elapsed().as_secs_f64());
             let spent = (self.stepping + began.elapsed()).as_secs_f64();
-            let (done, all) = (self.worker.steps() - self.first.0, self.steps - self.first.0);
+            let (done, all) =
+                (self.worker.steps() - self.first.steps, self.steps - self.first.steps);
             self.screen.step(
                 Instant::now(),
                 StepProgress {
@@ -493,7 +501,7 @@ impl Run<'_> {
             );
         }
         let settings = self.settings;
-        let (steps, taken) = (self.worker.steps(), self.worker.steps() - self.first.0);
+        let (steps, taken) = (self.worker.steps(), self.worker.steps() - self.first.steps);
         let mut layers = self.plan.clone();
         for (position, layer) in layers.iter_mut().enumerate() {
             let sent: u64 = workers.iter().filter_map(|w| w.layers.get(position)).sum();
@@ -527,7 +535,7 @@ impl Run<'_> {
             command: command(),
             date: self.date.clone(),
             host: rustix::system::uname().nodename().to_string_lossy().into_owned(),
-            steps_before: self.first.0,
+            steps_before: self.first.steps,
             partial: None,
             layers,
             nodes: self

@@ -177,7 +177,9 @@ impl Store {
         let Some(mut round) = slot.rounds.pop_front() else { return };
         let answered: Vec<NodeId> =
             roll.those(Part::Counts).chain(roll.those(Part::Joins)).collect();
-        let marks = round.terms.marks | roll.marks;
+        // That all are to stop is the roll's to say: a contribution may say it on some shards and not on
+        // others, and workers must hear it at the same clock.
+        let marks = round.terms.marks.without(Marks::STOP) | roll.marks;
         // The mean is over those who count. A sum is one of all workers, who would have added as much.
         let share = self.workers as f32 / counted as f32;
         let scale = slot.optimizer.reduction().scale(self.workers) * share;

@@ -78,8 +78,13 @@ struct Inner {
     began: Option<Instant>,
     /// Until when time in flight has been counted.
     counted: Option<Instant>,
+    /// Flights that began in the step under way when they were looked at. Others of that step, which began
+    /// earlier, may not be back.
+    flights: Vec<(Instant, Instant)>,
     /// Events of the iteration under way and of the one before.
     events: Vec<Event>,
+    /// How many of them were looked at for flights.
+    looked: usize,
     before: Vec<Event>,
     before_began: Option<Instant>,
 }
@@ -101,9 +106,10 @@ impl Log {
     pub(super) fn begin(&self, step: u64) {
         let mut inner = self.inner();
         let inner = &mut *inner;
-        inner.count_flights();
+        inner.count_flights(inner.began);
         std::mem::swap(&mut inner.events, &mut inner.before);
         inner.events.clear();
+        inner.looked = 0;
         inner.before_began = inner.began;
         inner.began = Some(Instant::now());
         inner.step = step;
@@ -132,7 +138,7 @@ impl Log {
 
     pub(super) fn stats(&self) -> Stats {
         let mut inner = self.inner();
-        inner.count_flights();
+        inner.count_flights(None);
         inner.stats
     }
 
@@ -157,12 +163,17 @@ impl Log {
 }
 
 impl Inner {
-    /// Adds the time in which anything was in flight: overlapping flights count once.
-    fn count_flights(&mut self) {
-        let flights = self.events.iter().filter(|event| event.what == What::Sync);
-        let mut flights: Vec<_> = flights.map(|event| (event.start, event.end)).collect();
-        flights.sort_unstable();
-        for (start, end) in flights {
+    /// Adds the time in which anything was in flight: overlapping flights count once. Flights are counted
+    /// in the order in which they began, so those that began at `until` or later wait for the next call.
+    fn count_flights(&mut self, until: Option<Instant>) {
+        let fresh = self.events[self.looked..].iter().filter(|event| event.what == What::Sync);
+        self.flights.extend(fresh.map(|event| (event.start, event.end)));
+        self.looked = self.events.len();
+        self.flights.sort_unstable();
+        let begun = until.map_or(self.flights.len(), |until| {
+            self.flights.partition_point(|(start, _)| *start < until)
+        });
+        for (start, end) in self.flights.drain(..begun) {
             let start = self.counted.map_or(start, |counted| counted.max(start));
             let fresh = end.checked_duration_since(start).unwrap_or(Duration::ZERO);
             self.stats.sync_seconds += fresh.as_secs_f64();
@@ -192,6 +203,22 @@ mod tests {
         assert!((stats.hidden_fraction() - 6.0 / 7.0).abs() < 1e-9);
         // Asking twice changes nothing.
         assert_eq!(log.stats(), stats);
+    }
+
+    /// Where slow workers may be dropped, the layer that was sent last is received before the next step
+    /// begins, and those that were sent before it afterwards.
+    #[test]
+    fn a_flight_that_ends_before_its_step_does_not_hide_the_others() {
+        let log = Log::new(vec!["first".into(), "last".into()]);
+        log.begin(0);
+        let start = Instant::now();
+        let at = |milliseconds| start + Duration::from_millis(milliseconds);
+        log.note(0, What::Sync, at(30), at(40));
+        log.begin(1);
+        log.note(1, What::Sync, at(10), at(35));
+        log.begin(2);
+        let stats = log.stats();
+        assert!((stats.sync_seconds - 0.030).abs() < 1e-9, "{stats:?}");
     }
 
     #[test]

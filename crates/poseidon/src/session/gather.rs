@@ -1,6 +1,7 @@
 //! Small facts of all workers, through the coordinator.
 
 use crate::job::line::JobState;
+use crate::job::rounds::BESIDE;
 use crate::lane::Command;
 use crate::lane::board::Board;
 use crate::{Error, GatherError, Session};
@@ -18,28 +19,47 @@ impl Session {
     /// If a worker does not post within the session's time-out, the error names it, and the job
     /// stops. If the job fails meanwhile, the error is why.
     pub fn gather(&self, topic: &str, value: &Value) -> Result<Vec<Value>, Error> {
-        self.check_running()?;
-        let board = &*self.parts.board;
-        let why = match self.node.line.gather(topic, value, self.timeout, &|| board.state()) {
+        let error = match self.post(topic, value, self.timeout) {
             Ok(values) => return Ok(values),
-            Err(why) => why,
+            Err(error) => error,
         };
-        let error = Error::Gather { topic: topic.into(), why: why.clone() };
-        match why {
-            // This program's mistake; nothing is lost.
-            GatherError::TooLarge { .. } | GatherError::Refused { .. } => return Err(error),
-            GatherError::Missing { .. } | GatherError::Departed { .. } => {}
-            // Most likely the coordinator has died with its node: the lanes know which it was.
-            GatherError::Broken { .. } => {
-                if let Some(failure) = await_failure(board) {
-                    return Err(failure);
-                }
-            }
+        // This program's mistake, or news of the lanes, which all workers have: nothing to tell.
+        use GatherError::{Refused, TooLarge};
+        let told = match &error {
+            Error::Gather { why, .. } => matches!(why, TooLarge { .. } | Refused { .. }),
+            _ => true,
+        };
+        if told {
+            return Err(error);
         }
         // Without this the other workers would wait for this one, in `gather` or in their next
         // step.
         self.parts.command_all(|| Command::Abort(error.to_string()));
         Err(error)
+    }
+
+    /// As [`gather`](Self::gather), by a thread beside the training programs, which waits as long as
+    /// `patience`. The programs go on meanwhile, and go on if it fails.
+    pub fn gather_beside(
+        &self,
+        topic: &str,
+        value: &Value,
+        patience: Duration,
+    ) -> Result<Vec<Value>, Error> {
+        self.post(&format!("{BESIDE}{topic}"), value, patience)
+    }
+
+    /// Posts and waits. If the job has failed, the error is why.
+    fn post(&self, topic: &str, value: &Value, patience: Duration) -> Result<Vec<Value>, Error> {
+        self.check_running()?;
+        let board = &*self.parts.board;
+        let gathered = self.node.line.gather(topic, value, patience, &|| board.state());
+        gathered.map_err(|why| {
+            // Most likely the coordinator has died with its node: the lanes know which it was.
+            let broken = matches!(why, GatherError::Broken { .. });
+            let failure = if broken { await_failure(board) } else { None };
+            failure.unwrap_or_else(|| Error::Gather { topic: topic.into(), why })
+        })
     }
 }
 

@@ -4,6 +4,7 @@ use crate::lane::Command;
 use crate::memory::rule_state::RuleState;
 use crate::{Error, Session};
 use poseidon_core::{Encoding, LayerId, Role};
+use std::ops::Range;
 use std::sync::Arc;
 use std::sync::mpsc::{SyncSender, sync_channel};
 use std::time::Instant;
@@ -43,6 +44,28 @@ impl Session {
             }
         }
         Ok(RuleState { steps: state.clock.0 + state.steps_before, vectors, masters })
+    }
+
+    /// Elements of `layer` of which [`rule_state`](Self::rule_state) returns this node's state, in
+    /// order. Every element is one node's.
+    pub fn held(&self, layer: LayerId) -> Result<Vec<Range<usize>>, Error> {
+        self.check_no_dedicated_server()?;
+        if self.layers.matrices(layer).is_some() {
+            let len = self.parts.book.job.layers[layer.index()].len;
+            let whole = (self.rank() == 0).then_some(0..len);
+            return Ok(whole.into_iter().collect());
+        }
+        let (plan, me) = (&self.parts.plan, self.node.me);
+        let mine = plan.all_chunks().filter(|(key, at)| key.layer == layer && at.node == me);
+        let chunks = plan.chunks(layer);
+        let mut held: Vec<Range<usize>> = Vec::new();
+        for range in mine.filter_map(|(key, _)| chunks.as_ref()?.range(key.index)) {
+            match held.last_mut() {
+                Some(last) if last.end == range.start => last.end = range.end,
+                _ => held.push(range),
+            }
+        }
+        Ok(held)
     }
 
     /// Whether the shards have parameters of `layer` that workers get rounded.

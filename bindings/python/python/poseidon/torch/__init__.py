@@ -23,6 +23,7 @@ from poseidon.torch._layers import plan
 from poseidon.torch._parallel import DistributedDataParallel
 from poseidon.torch._report import metrics_address, record, report
 from poseidon.torch._rules import SGD, Adam, AdamW
+from poseidon.torch._saving import Saving
 
 # So that torch.distributed knows "poseidon" also where the package was not installed, only found.
 register()
@@ -32,6 +33,7 @@ __all__ = [
     "Adam",
     "AdamW",
     "DistributedDataParallel",
+    "Saving",
     "barrier",
     "init",
     "is_initialized",

@@ -5,17 +5,24 @@ import io
 import json
 import os
 import warnings
-from typing import Any, Callable, Dict, List, NamedTuple, Optional, Tuple
+from typing import Any, Dict, List, NamedTuple, Optional, Tuple
 
 import torch
 from torch import Tensor, nn
 
 from poseidon import _native
-from poseidon.torch._job import Job, rank, world_size
+from poseidon._numbers import BYTES
+from poseidon.torch import _random
+from poseidon.torch._checksum import checksums
+from poseidon.torch._job import LINGER, Job, rank, world_size
 from poseidon.torch._parallel import DistributedDataParallel
+from poseidon.torch._rules import Held, Rule
+from poseidon.torch._saving import Saving, Together
 
 # The layer of what is no tensor of the model and no vector of the optimizer: a file of torch.save's.
 _REST = "(torch.save)"
+# Layers of the states of each worker's random generators: their names are this, the rank, and a bracket.
+_RANDOM = "(random states of rank "
 # Types of numbers, as safetensors names them. Tensors of other types are in the rest.
 _TYPES = {
     torch.float64: "F64",
@@ -34,6 +41,10 @@ _TYPES = {
 _DTYPES = {name: dtype for dtype, name in _TYPES.items()}
 # Notes of more characters than a person reads are not shown in the manifest.
 _LONGEST_NOTE = 1000
+# Pieces that are on their way to the other workers at once: enough that small ones do not wait for each other.
+_AT_ONCE = 64
+# Numbers of a row of which a GPU makes a sum: sums are few, and rows are as many as a GPU has work for.
+_ROW = 4096
 
 
 def save(
@@ -43,16 +54,24 @@ def save(
     *,
     step: Optional[int] = None,
     keep: Optional[int] = None,
+    wait: bool = True,
+    random_states: bool = True,
     **notes: Any,
-) -> None:
+) -> Saving:
     """Writes a checkpoint of ``model``, ``optimizer`` and ``notes`` to ``place``. Every worker calls it.
 
     ``place`` is a folder that all workers can write to, or ``s3://bucket/prefix``. ``step`` is how many steps the
     job has taken. The checkpoint is ``PLACE/step-…``: every worker writes its part, and rank 0 the manifest when all
     parts are there. Without a manifest it does not exist.
 
+    With ``wait=False`` it returns as soon as this worker has copied what it will write, and training goes on. A thread
+    of every worker writes meanwhile. ``result()`` of what is returned waits for the checkpoint. A ``save`` that comes
+    before the last one is written waits for that first, and so does the end of the job.
+
     Buffers and notes are rank 0's. Notes are what ``torch.load(weights_only=True)`` accepts: numbers, texts, tensors,
     and lists, tuples and dictionaries of them. ``keep`` is how many checkpoints stay in ``place``, this one among them.
+    The states of each worker's random generators are saved with them (torch's, Python's and numpy's), unless
+    ``random_states=False``.
 
     If a worker cannot write, every worker gets an error, and older checkpoints are as they were.
     """
@@ -61,25 +80,30 @@ def save(
     if keep is not None and keep < 1:
         raise ValueError(f"keep={keep}: expected 1 or more checkpoints to stay")
     place = os.fspath(place)
+    # One at a time: each has a copy of this worker's share.
+    Saving.await_last()
 
     def own_step() -> int:
         model._staleness.check_together("psd.save")
         return step
 
-    steps = _together("saves at step", own_step)
+    together = Together()
+    steps = together.do("saves at step", own_step, waits=True)
     if len(set(steps)) > 1:
         raise _native.CheckpointError(f"workers save different steps: {', '.join(map(str, steps))}, by rank")
     contents = _Contents(model, optimizer, step)
-    numbers = _together("reads what it saves", contents.prepare if rank() == 0 else contents.digest, notes)
+    random = _random.take() if random_states else b""
+    prepare = contents.prepare if rank() == 0 else contents.digest
+    numbers = together.do("reads what it saves", prepare, notes, waits=True)
     # Workers whose numbers differ, such as those that left a `join` early, leave it to rank 0.
-    shared = len(set(numbers)) == 1
-    try:
-        parts = _together("writes its part", _write_part, place, step, contents.share(shared))
-        _together("writes the manifest", _commit, place, contents, parts, keep)
-    except _native.CheckpointError:
-        if rank() == 0:
-            _native.discard(place, step)
-        raise
+    pieces = contents.share(len(set(numbers)) == 1, copies=not wait)
+    if random:
+        pieces.append(_Numbers(f"{_RANDOM}{rank()})", "parameters", _bytes(random)).piece(0, len(random)))
+    writes = _Writes(place, step, pieces, len(random), contents.layers, contents.program, keep)
+    saving = Saving(step, writes.run, wait)
+    if wait:
+        saving.result()
+    return saving
 
 
 def load(
@@ -88,32 +112,43 @@ def load(
     optimizer: Optional[torch.optim.Optimizer] = None,
     *,
     step: Optional[int] = None,
+    random_states: bool = True,
 ) -> Dict[str, Any]:
     """Puts ``model`` and ``optimizer`` where the newest checkpoint of ``place``, or that of ``step``, has them.
 
     Returns the notes, and the checkpoint's step as ``"step"``. Every worker calls it, and must be able to read the
-    place. The number of workers need not be that of the run which saved it.
+    place. Each reads a part of the numbers and gives it to the others. The number of workers need not be that of the
+    run which saved it.
+
+    Each worker's random generators go on from where they were, unless ``random_states=False``, or the checkpoint is of
+    another number of workers.
 
     A checkpoint that is damaged, or of another model or optimizer, is an error on every worker, and nothing changes.
     """
     place = os.fspath(place)
+    # The newest one may be on its way.
+    Saving.await_last()
 
     def choose() -> Optional[int]:
         model._staleness.check_together("psd.load")
         # One worker chooses: the newest one may change meanwhile.
         return _choose(place, step) if rank() == 0 else None
 
-    chosen = _together("looks for a checkpoint", choose)[0]
-    found: Dict[str, Any] = {}
-    _together("reads a checkpoint", lambda: found.update(_read(place, chosen, model, optimizer)))
+    together = Together()
+    chosen = together.do("looks for a checkpoint", choose, waits=True)[0]
+    reads = _Reads(place, chosen)
+    together.do("reads a checkpoint", reads.read, model, optimizer, waits=True)
+    reads.share()
     if optimizer is None and model._rule is not None:
         model._rule.keep()
     # What is still on its way must not land on what is loaded.
     model._restart()
-    model.module.load_state_dict(found["model"])
+    model.module.load_state_dict(reads.found["model"])
     if optimizer is not None:
-        optimizer.load_state_dict(found["optimizer"])
-    return dict(found["notes"], step=chosen)
+        optimizer.load_state_dict(reads.found["optimizer"])
+    if random_states:
+        reads.restore_generators()
+    return dict(reads.found["notes"], step=chosen)
 
 
 class _Numbers(NamedTuple):
@@ -122,9 +157,11 @@ class _Numbers(NamedTuple):
     layer: str
     what: str
     tensor: Tensor
+    # Runs of elements that this worker has and no other. Everybody has all of them if nothing is told.
+    held: Optional[List[Tuple[int, int]]] = None
 
-    def piece(self, first: int, last: int) -> "_native.PieceSpec":
-        flat = self.tensor.detach().reshape(-1)[first:last].cpu().contiguous()
+    def piece(self, first: int, last: int, copies: bool = False) -> "_native.PieceSpec":
+        flat = self.tensor.detach().reshape(-1)[first:last].to("cpu", copy=copies).contiguous()
         return self.layer, self.what, first, _TYPES[flat.dtype], (flat.data_ptr(), _size(flat), flat)
 
 
@@ -152,10 +189,9 @@ class _Contents:
 
     def digest(self, *_: Any) -> str:
         """Differs if the common numbers do."""
-        facts = []
-        for numbers in self.common:
-            flat = numbers.piece(0, numbers.tensor.numel())[4]
-            facts.append((numbers.layer, numbers.what, str(numbers.tensor.dtype), _native.checksum(*flat)))
+        common = [numbers for numbers in self.common if numbers.held is None]
+        kinds = [(numbers.layer, numbers.what, str(numbers.tensor.dtype)) for numbers in common]
+        facts = kinds, checksums([_in_rows(numbers.tensor) for numbers in common])
         return hashlib.blake2b(json.dumps(facts).encode(), digest_size=16).hexdigest()
 
     def prepare(self, notes: Dict[str, Any]) -> str:
@@ -171,29 +207,36 @@ class _Contents:
                 f"dictionaries of them in notes and in states: {error}"
             ) from error
         self._add(_REST, [len(content)], len(content), private=True)
-        self.own.append(_Numbers(_REST, "parameters", torch.frombuffer(bytearray(content), dtype=torch.uint8)))
+        self.own.append(_Numbers(_REST, "parameters", _bytes(content)))
         # For people: `load` reads them from the rest.
         self.program["notes"] = {name: value for name, value in notes.items() if _is_short(value)}
         return self.digest()
 
-    def share(self, shared: bool) -> "List[_native.PieceSpec]":
-        """What this worker writes: as many bytes as the others of what all have, if that is ``shared``."""
-        pieces = [n.piece(0, n.tensor.numel()) for n in self.own] if rank() == 0 else []
+    def share(self, shared: bool, copies: bool) -> "List[_native.PieceSpec]":
+        """What this worker writes: as many bytes as the others of what all have, if that is ``shared``.
+
+        With ``copies``, the tensors may change afterwards.
+        """
+        pieces = [n.piece(0, n.tensor.numel(), copies) for n in self.own] if rank() == 0 else []
+        # What shards have was copied when they were asked.
+        pieces += [n.piece(first, last) for n in self.common for first, last in n.held or ()]
         workers, mine = (world_size(), rank()) if shared else (1, rank())
-        total = sum(_size(numbers.tensor) for numbers in self.common)
+        common = [numbers for numbers in self.common if numbers.held is None]
+        total = sum(_size(numbers.tensor) for numbers in common)
         begin, end = total * mine // workers, total * (mine + 1) // workers
         offset = 0
-        for numbers in self.common:
+        for numbers in common:
             width, size = numbers.tensor.element_size(), _size(numbers.tensor)
             first, last = (-(-min(max(at - offset, 0), size) // width) for at in (begin, end))
             if first < last:
-                pieces.append(numbers.piece(first, last))
+                pieces.append(numbers.piece(first, last, copies))
             offset += size
         return pieces
 
     def _take_vectors(self, model: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> Dict[str, Any]:
         """The optimizer's state without what is as large as its parameter, which becomes the layer's."""
-        state = optimizer.state_dict()
+        held: Optional[Held] = None
+        state, held = optimizer.own_state_dict() if isinstance(optimizer, Rule) else (optimizer.state_dict(), None)
         state["state"] = {index: dict(entry) for index, entry in state["state"].items()}
         rule = self.program["optimizer"] = type(optimizer).__name__
         names = {id(p): name for name, p in model.module.named_parameters()}
@@ -208,28 +251,53 @@ class _Contents:
                 if vectors:
                     self.program["state"][name] = {"index": index, "vectors": vectors}
                 into = self.common if name in model._trainable else self.own
-                into.extend(_Numbers(name, f"state.{i}", entry.pop(key)) for i, key in enumerate(vectors))
+                runs = None if held is None or name not in model._trainable else held[p]
+                into.extend(_Numbers(name, f"state.{i}", entry.pop(key), runs) for i, key in enumerate(vectors))
         return state
 
     def _add(self, name: str, shape: List[int], elements: int, **facts: Any) -> None:
-        tensors = [{"name": name, "shape": shape}]
-        self.layers[name] = {
-            "name": name, "len": elements, "rule": "none", "steps": 0, "vectors": 0, "tensors": tensors, **facts
-        }  # fmt: skip
+        self.layers[name] = _layer(name, shape, elements, **facts)
 
 
-def _write_part(place: str, step: int, pieces: "List[_native.PieceSpec]") -> Optional[str]:
-    return _native.write_part(place, step, rank(), pieces) if any(piece[4][1] for piece in pieces) else None
+class _Writes(NamedTuple):
+    """What a thread writes of a checkpoint."""
+
+    place: str
+    step: int
+    pieces: "List[_native.PieceSpec]"
+    # Bytes of the states of this worker's random generators.
+    random: int
+    layers: Dict[str, Dict[str, Any]]
+    program: Dict[str, Any]
+    keep: Optional[int]
+
+    def run(self, together: Together) -> None:
+        try:
+            parts = together.do("writes its part", self._write_part)
+            together.do("writes the manifest", self._commit, parts)
+        except _native.CheckpointError:
+            if rank() == 0:
+                _native.discard(self.place, self.step)
+            raise
+
+    def _write_part(self) -> Tuple[Optional[str], int]:
+        has_numbers = any(piece[4][1] for piece in self.pieces)
+        return _native.write_part(self.place, self.step, rank(), self.pieces) if has_numbers else None, self.random
+
+    def _commit(self, parts: List[Tuple[Optional[str], int]]) -> None:
+        if rank() != 0:
+            return
+        of_ranks = [_layer(f"{_RANDOM}{r})", [size], size, private=True) for r, (_, size) in enumerate(parts) if size]
+        layers, program = json.dumps([*self.layers.values(), *of_ranks]), json.dumps({"torch": self.program})
+        written = [part for part, _ in parts if part is not None]
+        warning = _native.commit(self.place, self.step, world_size(), layers, written, program, self.keep)
+        if warning is not None:
+            warnings.warn(warning, stacklevel=2)
 
 
-def _commit(place: str, contents: _Contents, parts: List[Optional[str]], keep: Optional[int]) -> None:
-    if rank() != 0:
-        return
-    layers, program = json.dumps(list(contents.layers.values())), json.dumps({"torch": contents.program})
-    written = [part for part in parts if part is not None]
-    warning = _native.commit(place, contents.step, world_size(), layers, written, program, keep)
-    if warning is not None:
-        warnings.warn(warning, stacklevel=2)
+def _layer(name: str, shape: List[int], elements: int, **facts: Any) -> Dict[str, Any]:
+    tensors = [{"name": name, "shape": shape}]
+    return {"name": name, "len": elements, "rule": "none", "steps": 0, "vectors": 0, "tensors": tensors, **facts}
 
 
 def _choose(place: str, step: Optional[int]) -> int:
@@ -244,32 +312,75 @@ def _choose(place: str, step: Optional[int]) -> int:
     return checkpoint.step
 
 
-def _read(
-    place: str, step: int, model: DistributedDataParallel, optimizer: Optional[torch.optim.Optimizer]
-) -> Dict[str, Any]:
-    """The states and the notes. Refuses those that are not of this model and this optimizer."""
-    checkpoint = _native.Checkpoint(place, step)
-    where = f"the checkpoint of step {step} in {place}"
-    program, layers = json.loads(checkpoint.program()), json.loads(checkpoint.layers())
-    if not isinstance(program, dict) or "torch" not in program:
-        raise _native.CheckpointError(
-            f"{where} was not written by psd.save: 'poseidon checkpoint export' makes a file of it that torch can load"
-        )
-    shapes = {layer["name"]: layer["tensors"][0]["shape"] for layer in layers}
-    content = io.BytesIO(checkpoint.read(_REST, "parameters")[1])
-    rest: Dict[str, Any] = torch.load(content, map_location="cpu", weights_only=True)
-    saved = {name: shape for name, shape in shapes.items() if name != _REST}
-    _check_model(where, dict.fromkeys(rest["model"], None) | saved, model.module)
-    for name, shape in saved.items():
-        rest["model"][name] = _tensor(*checkpoint.read(name, "parameters")).view(shape)
-    if optimizer is None:
-        return rest
-    _check_optimizer(where, program["torch"]["optimizer"], rest, optimizer)
-    for name, facts in program["torch"]["state"].items():
-        entry = rest["optimizer"]["state"].setdefault(facts["index"], {})
-        for position, vector in enumerate(facts["vectors"]):
-            entry[vector] = _tensor(*checkpoint.read(name, f"state.{position}")).view(shapes[name])
-    return rest
+class _Reads:
+    """What a checkpoint has for this model and this optimizer. Every byte is read by one worker, which tells the others."""
+
+    def __init__(self, place: str, step: int):
+        self._place, self._step = place, step
+        # The states and the notes.
+        self.found: Dict[str, Any] = {}
+        # Who reads which bytes of what, the same on all workers.
+        self._pieces: List[Tuple[int, Tensor]] = []
+        self._random = b""
+
+    def read(self, model: DistributedDataParallel, optimizer: Optional[torch.optim.Optimizer]) -> None:
+        """Reads this worker's share. Refuses a checkpoint that is not of this model and this optimizer."""
+        checkpoint = _native.Checkpoint(self._place, self._step)
+        where = f"the checkpoint of step {self._step} in {self._place}"
+        program, layers = json.loads(checkpoint.program()), json.loads(checkpoint.layers())
+        if not isinstance(program, dict) or "torch" not in program:
+            raise _native.CheckpointError(
+                f"{where} was not written by psd.save: 'poseidon checkpoint export' makes a file of it that torch can load"
+            )
+        private = {layer["name"]: layer["len"] for layer in layers if layer.get("private")}
+        shapes = {layer["name"]: layer["tensors"][0]["shape"] for layer in layers if not layer.get("private")}
+        content = io.BytesIO(checkpoint.read(_REST, "parameters", 0, private[_REST]))
+        rest: Dict[str, Any] = torch.load(content, map_location="cpu", weights_only=True)
+        _check_model(where, dict.fromkeys(rest["model"], None) | shapes, model.module)
+        wanted = [(rest["model"], name, name, "parameters") for name in shapes]
+        if optimizer is not None:
+            _check_optimizer(where, program["torch"]["optimizer"], rest, optimizer)
+            for name, facts in program["torch"]["state"].items():
+                entry = rest["optimizer"]["state"].setdefault(facts["index"], {})
+                wanted += [(entry, vector, name, f"state.{i}") for i, vector in enumerate(facts["vectors"])]
+        loads = [0] * world_size()
+        for into, key, name, what in wanted:
+            dtype, ranges = checkpoint.pieces(name, what)
+            whole = torch.empty(shapes[name], dtype=_dtype(dtype))
+            into[key] = whole
+            for first, last in ranges:
+                piece = whole.view(-1)[first:last].view(torch.uint8)
+                # Who has least to read so far.
+                reader = loads.index(min(loads))
+                loads[reader] += len(piece)
+                self._pieces.append((reader, piece))
+                if reader == rank():
+                    piece.copy_(_bytes(checkpoint.read(name, what, first, last)))
+        of_ranks = [name for name in private if name.startswith(_RANDOM)]
+        mine = f"{_RANDOM}{rank()})"
+        # Those of another number of workers would repeat what some of them have drawn, and not what others have.
+        if len(of_ranks) == world_size() and mine in private:
+            self._random = bytes(checkpoint.read(mine, "parameters", 0, private[mine]))
+        self.found = rest
+
+    def share(self) -> None:
+        """Every worker gets what the others have read."""
+        if world_size() == 1:
+            return
+        group, timeout = Job.group("a checkpoint"), Job.get().timeout
+        works: List[_native.Work] = []
+        for position, (reader, piece) in enumerate(self._pieces):
+            if position >= _AT_ONCE:
+                works[position - _AT_ONCE].wait(session=Job.get(), what="a checkpoint")
+            memory = piece.data_ptr(), piece.numel(), BYTES
+            works.append(group.begin("broadcast", [memory], [], piece, timeout, False, root=reader))
+        for work in works[-_AT_ONCE:]:
+            work.wait(session=Job.get(), what="a checkpoint")
+        group.leave(LINGER)
+
+    def restore_generators(self) -> None:
+        if self._random:
+            _random.put_back(self._random)
 
 
 def _check_model(where: str, saved: Dict[str, Any], module: nn.Module) -> None:
@@ -299,26 +410,6 @@ def _check_optimizer(where: str, rule: Optional[str], rest: Dict[str, Any], mine
         )
 
 
-def _together(purpose: str, work: Callable[..., Any], *arguments: Any) -> List[Any]:
-    """What ``work`` has returned on each worker. If it fails on one of them, all of them get an error."""
-    failure: Optional[Exception] = None
-    word: Tuple[str, Any]
-    try:
-        word = "done", work(*arguments)
-    except Exception as error:
-        failure, word = error, ("failed", str(error))
-    Job.checkpoints += 1
-    words = [json.loads(w) for w in Job.get().gather(f"checkpoint {Job.checkpoints}: {purpose}", json.dumps(word))]
-    if isinstance(failure, _native.CheckpointError):
-        raise failure
-    if failure is not None:
-        raise _native.CheckpointError(f"worker {rank()} {purpose}: {failure}") from failure
-    for worker, (outcome, value) in enumerate(words):
-        if outcome == "failed":
-            raise _native.CheckpointError(f"worker {worker} {purpose}: {value}")
-    return [value for _, value in words]
-
-
 def _is_plain(value: Any) -> bool:
     """Whether it is a tensor whose numbers lie in memory as safetensors has them."""
     is_plain = type(value) in (Tensor, nn.Parameter) and value.layout == torch.strided
@@ -336,8 +427,26 @@ def _size(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def _tensor(dtype: str, content: bytearray) -> Tensor:
-    if dtype not in _DTYPES:
-        raise _native.CheckpointError(f"numbers of type {dtype}, which this version of poseidon.torch does not know")
+def _bytes(content: "bytes | bytearray") -> Tensor:
     # No memory is not a buffer.
-    return torch.frombuffer(content, dtype=_DTYPES[dtype]) if content else torch.empty(0, dtype=_DTYPES[dtype])
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8) if content else torch.empty(0, dtype=torch.uint8)
+
+
+def _in_rows(tensor: Tensor) -> List[Tensor]:
+    """All numbers of ``tensor``, in rows of which a GPU makes one sum each."""
+    flat = tensor.detach().reshape(-1)
+    if not flat.is_cuda:
+        return [flat]
+    if flat.element_size() not in (2, 4):
+        wide = flat.element_size() > 4
+        flat = flat.view(torch.int32) if wide else flat.to(torch.int32)
+    whole = len(flat) - len(flat) % _ROW
+    return [part for part in (flat[:whole].view(-1, _ROW), flat[whole:]) if part.numel()]
+
+
+def _dtype(name: Optional[str]) -> torch.dtype:
+    if name is None:
+        return torch.float32  # of no numbers
+    if name not in _DTYPES:
+        raise _native.CheckpointError(f"numbers of type {name}, which this version of poseidon.torch does not know")
+    return _DTYPES[name]

@@ -6,11 +6,13 @@ from typing import Any, Dict, List, Optional, Tuple
 import torch
 from torch import Tensor, nn
 
-from poseidon.torch._job import Job, add_up, memory, world_size
+from poseidon.torch._job import Job, add_up, memory, rank, world_size
 from poseidon.torch._local import LocalRule
 
 # Of one parameter: steps taken, the rule's vectors, and its master if it has one.
 Kept = Tuple[int, List[Tensor], Optional[Tensor]]
+# By parameter: elements, as runs of them.
+Held = Dict[nn.Parameter, List[Tuple[int, int]]]
 # What a master is called in a state.
 _MASTER = "master"
 
@@ -125,8 +127,29 @@ class Rule(torch.optim.Optimizer):
         self._owner._note_step()
 
     def state_dict(self) -> Dict[str, Any]:  # type: ignore[override]
+        return self._in_torchs_terms(self._collect())
+
+    def own_state_dict(self) -> Tuple[Dict[str, Any], Optional[Held]]:
+        """As ``state_dict``, with what this worker has, and which elements that is. The others are 0.
+
+        Nothing goes over the network. Every worker has all of it if there are no shards yet, and then nothing is told.
+        """
+        if not self._owner._is_open or self._owner._session is None:
+            return self.state_dict(), None
+        kept = self._collect(shared=False)
+        held: Held = {}
+        for unit in self._owner._units:
+            first = 0
+            # What workers step on their GPUs all of them have, and worker 0 tells.
+            runs = self._owner._session.held(unit.index) if unit.local is None else [(0, unit.len)] if rank() == 0 else []
+            for p in unit.parameters:
+                cut = [(max(begin - first, 0), min(end - first, p.numel())) for begin, end in runs]
+                held[p] = [(begin, end) for begin, end in cut if begin < end]
+                first += p.numel()
+        return self._in_torchs_terms(kept), held
+
+    def _in_torchs_terms(self, kept: Dict[nn.Parameter, Kept]) -> Dict[str, Any]:
         state = super().state_dict()
-        kept = self._collect()
         index = 0
         for group, packed in zip(self.param_groups, state["param_groups"]):
             # SGD's state does not say how many steps were taken, and torch's loads ignore what they do not know.
@@ -171,8 +194,8 @@ class Rule(torch.optim.Optimizer):
         """Fetches the shards' state, for those that follow."""
         self._loaded = self._collect()
 
-    def _collect(self) -> Dict[nn.Parameter, Kept]:
-        """What all shards have, by parameter."""
+    def _collect(self, shared: bool = True) -> Dict[nn.Parameter, Kept]:
+        """What all shards have, by parameter; unless ``shared``, what this worker's have, and 0 elsewhere."""
         if not self._owner._is_open:
             raise RuntimeError("the shards' state ended with the job, or with the model's failure: collect it before")
         if self._owner._session is None:
@@ -182,7 +205,7 @@ class Rule(torch.optim.Optimizer):
         units, session = self._owner._units, self._owner._session
         names = [self.vectors(self.param_groups[u.group]) if u.members else () for u in units]
         found: Dict[nn.Parameter, Kept] = {}
-        gathers = any(names) or any(unit.has_masters for unit in units)
+        gathers = shared and (any(names) or any(unit.has_masters for unit in units))
         gathering = Job.open("optimizer.state_dict()", [(u.name, u.len, None) for u in units], optimizer="sum") if gathers else None
         for unit, of_unit in zip(units, names):
             if not unit.members:
