@@ -3,6 +3,10 @@
 //!
 //! A target panics when a decoder breaks its promise, and otherwise tells what became of the input.
 
+mod files;
+
+pub use files::{checkpoint, join};
+
 use poseidon_core::wire::{Challenge, Header, HeaderError, Hello, Purpose, Verdict};
 use poseidon_core::{Book, Epoch, JobId, LaneId, NodeId};
 use poseidon_link::handshake::{answer, call};
@@ -52,6 +56,24 @@ pub fn book(input: &[u8]) -> Outcome {
             assert_eq!(read, book);
             Outcome::Accepted
         }
+    }
+}
+
+/// Control messages, one a line, as a coordinator hears them.
+pub fn control(input: &[u8]) -> Outcome {
+    outcome(poseidon::fuzzing::control(input))
+}
+
+/// Frames of a group's other ranks, while an operation is under way.
+pub fn router(input: &[u8]) -> Outcome {
+    outcome(poseidon::fuzzing::route(input))
+}
+
+fn outcome(understood: Option<bool>) -> Outcome {
+    match understood {
+        None => Outcome::Short,
+        Some(false) => Outcome::Refused,
+        Some(true) => Outcome::Accepted,
     }
 }
 

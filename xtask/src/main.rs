@@ -1,5 +1,5 @@
 //! One door for everything that is done to this repository: `cargo xtask check`, `test`, `tidy`,
-//! `docs`, `fuzz`, `dist` and `bench`. CI calls the same commands.
+//! `docs`, `fuzz`, `miri`, `dist` and `bench`. CI calls the same commands.
 
 mod bench;
 mod check;
@@ -7,6 +7,7 @@ mod command;
 mod dist;
 mod docs;
 mod fuzz;
+mod miri;
 mod python;
 mod stages;
 mod test;
@@ -37,6 +38,8 @@ enum Task {
     Docs(docs::Args),
     /// Fuzz one target with libFuzzer; needs cargo-fuzz and a nightly toolchain
     Fuzz(fuzz::Args),
+    /// Run tests under Miri, which finds undefined behaviour; needs a nightly toolchain with Miri
+    Miri,
     /// Build wheels of the Python package, with the poseidon command, for x86_64 and aarch64
     Dist(dist::Args),
     /// Measure, and record the result as a dated folder
@@ -69,6 +72,7 @@ fn run(args: Args) -> Result<()> {
         Task::Tidy => tidy::run(),
         Task::Docs(args) => docs::run(&args),
         Task::Fuzz(args) => fuzz::run(&args),
+        Task::Miri => miri::run(),
         Task::Dist(args) => dist::run(&args),
         Task::Bench(bench) => bench::run(&bench),
     }

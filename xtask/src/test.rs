@@ -3,6 +3,7 @@
 
 use crate::command::{command, succeed, works};
 use crate::fuzz;
+use crate::miri;
 use crate::python;
 use crate::stages::{self, Outcome, Stage};
 use anyhow::{Context, Result, bail};
@@ -12,7 +13,8 @@ use std::path::{Path, PathBuf};
 /// How much to test.
 #[derive(clap::Args)]
 pub(crate) struct Args {
-    /// Also PyTorch's own tests of torch.distributed, against the backend "poseidon"; CI runs this
+    /// Also what is slow: tests under Miri, and PyTorch's own tests of torch.distributed, against
+    /// the backend "poseidon"; CI runs this
     #[arg(long)]
     all: bool,
 }
@@ -27,6 +29,7 @@ pub(crate) fn run(args: &Args) -> Result<()> {
         ("python", &python::test),
     ];
     if args.all {
+        stages.push(("miri", &miri::stage));
         stages.push(("pytorch's own", &python::test_by_pytorch));
     }
     let names: Vec<_> = stages.iter().map(|(name, _)| *name).collect();

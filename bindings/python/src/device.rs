@@ -1,7 +1,7 @@
 //! Memory of tensors on a device.
 
 use crate::errors::raise;
-use poseidon::device::speed;
+use poseidon::device::{ProgramStream, speed};
 use poseidon::{Encoding, OnDevice, Session};
 use pyo3::exceptions::{PyRuntimeError, PyTypeError, PyValueError};
 use pyo3::prelude::*;
@@ -19,6 +19,18 @@ impl DeviceMemory {
         // SAFETY: the Python side passes a contiguous tensor together with its address, and uses it again
         // only on a stream that has been made to wait by `receive_on_device`.
         Ok(unsafe { OnDevice::from_raw(copier, address, len, encoding, Box::new(owner)) })
+    }
+}
+
+/// A stream of a device, by the number that torch knows it by.
+#[derive(FromPyObject)]
+pub(crate) struct DeviceStream(u64);
+
+impl DeviceStream {
+    pub(crate) fn lend(self) -> ProgramStream {
+        // SAFETY: the Python side passes the number of a stream of the tensors' device. Torch keeps
+        // its streams until the process ends.
+        unsafe { ProgramStream::from_raw(self.0) }
     }
 }
 

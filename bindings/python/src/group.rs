@@ -5,6 +5,7 @@
 
 use crate::Session;
 use crate::apart::Apart;
+use crate::device::DeviceStream;
 use crate::errors::raise;
 use poseidon::collectives::{DeviceTensor, Request, Tensor, Terms};
 use poseidon::config::{Config, connect_timeout, credentials, encryption_wanted};
@@ -165,6 +166,9 @@ impl Group {
         tag: u32,
     ) -> PyResult<Work> {
         let asked = Asked { operation, op, root, peer, tag };
+        // SAFETY: the Python side passes contiguous tensors on the CPU and, as `keep`, what owns
+        // them; it looks at the memory again when the operation is done.
+        let tensor = |spec| unsafe { tensor(spec) };
         let inputs: Vec<Tensor> = inputs.into_iter().map(tensor).collect::<PyResult<_>>()?;
         let outputs: Vec<Tensor> = outputs.into_iter().map(tensor).collect::<PyResult<_>>()?;
         let large = inputs.iter().any(|tensor| tensor.count() > SMALL);
@@ -189,7 +193,7 @@ impl Group {
         keep: Py<PyAny>,
         timeout: f64,
         device: usize,
-        stream: u64,
+        stream: DeviceStream,
         op: usize,
         root: u16,
         peer: Option<u16>,
@@ -205,7 +209,7 @@ impl Group {
         // again on streams that have been made to wait.
         let work = unsafe {
             self.inner.begin_on_device(
-                (&copier, stream),
+                (&copier, stream.lend()),
                 &inputs,
                 &outputs,
                 |inputs, outputs| {
@@ -292,8 +296,8 @@ impl Work {
     }
 
     /// Has `stream` wait until results are on their device.
-    fn make_wait(&self, py: Python<'_>, stream: u64) -> PyResult<()> {
-        self.inner.make_wait(stream).map_err(|error| raise(py, error))
+    fn make_wait(&self, py: Python<'_>, stream: DeviceStream) -> PyResult<()> {
+        self.inner.make_wait(stream.lend()).map_err(|error| raise(py, error))
     }
 
     fn is_done(&self) -> bool {
@@ -330,24 +334,25 @@ impl Asked<'_> {
     fn request(&self, inputs: Vec<Tensor>, outputs: Vec<Tensor>) -> PyResult<Request> {
         let Self { operation, op, root, peer, tag } = *self;
         let op = *ReduceOp::ALL.get(op).ok_or_else(|| PyValueError::new_err("no such op"))?;
-        let first = |list: &[Tensor]| {
-            list.first().copied().ok_or_else(|| PyValueError::new_err("a tensor is missing"))
+        let first = |list: Vec<Tensor>| {
+            let first = list.into_iter().next();
+            first.ok_or_else(|| PyValueError::new_err("a tensor is missing"))
         };
         let request = match operation {
-            "all_reduce" => Request::AllReduce { tensor: first(&inputs)?, op },
-            "broadcast" => Request::Broadcast { tensor: first(&inputs)?, root },
-            "reduce" => Request::Reduce { tensor: first(&inputs)?, root, op },
-            "all_gather" => Request::AllGather { input: first(&inputs)?, outputs },
-            "reduce_scatter" => Request::ReduceScatter { output: first(&outputs)?, inputs, op },
-            "gather" => Request::Gather { input: first(&inputs)?, outputs, root },
-            "scatter" => Request::Scatter { output: first(&outputs)?, inputs, root },
+            "all_reduce" => Request::AllReduce { tensor: first(inputs)?, op },
+            "broadcast" => Request::Broadcast { tensor: first(inputs)?, root },
+            "reduce" => Request::Reduce { tensor: first(inputs)?, root, op },
+            "all_gather" => Request::AllGather { input: first(inputs)?, outputs },
+            "reduce_scatter" => Request::ReduceScatter { output: first(outputs)?, inputs, op },
+            "gather" => Request::Gather { input: first(inputs)?, outputs, root },
+            "scatter" => Request::Scatter { output: first(outputs)?, inputs, root },
             "all_to_all" => Request::AllToAll { inputs, outputs },
             "barrier" => Request::Barrier,
             "send" => {
                 let to = peer.ok_or_else(|| PyValueError::new_err("send to whom?"))?;
-                Request::Send { tensor: first(&inputs)?, to, tag }
+                Request::Send { tensor: first(inputs)?, to, tag }
             }
-            "receive" => Request::Receive { tensor: first(&outputs)?, from: peer, tag },
+            "receive" => Request::Receive { tensor: first(outputs)?, from: peer, tag },
             other => return Err(PyValueError::new_err(format!("no operation '{other}'"))),
         };
         Ok(request)
@@ -361,7 +366,9 @@ const ANSWER: Duration = Duration::from_secs(1);
 /// How often a wait looks whether the user has interrupted it.
 const SIGNALS: Duration = Duration::from_millis(500);
 
-fn tensor((address, count, dtype): Spec) -> PyResult<Tensor> {
+/// # Safety
+/// As for [`Tensor::from_raw`]; an address that is not aligned is refused.
+unsafe fn tensor((address, count, dtype): Spec) -> PyResult<Tensor> {
     let dtype = *Dtype::ALL
         .get(usize::from(dtype))
         .ok_or_else(|| PyValueError::new_err(format!("no type {dtype}")))?;
@@ -374,8 +381,7 @@ fn tensor((address, count, dtype): Spec) -> PyResult<Tensor> {
     if address % dtype.size() != 0 {
         return Err(bad());
     }
-    // SAFETY: the Python side passes a contiguous tensor on the CPU and, as `keep`, what owns it; it
-    // looks at the memory again when the operation is done.
+    // SAFETY: the caller's promise.
     Ok(unsafe { Tensor::from_raw(start, count, dtype) })
 }
 

@@ -14,7 +14,7 @@ mod log;
 mod observed;
 
 use apart::wait_for_layer;
-use device::DeviceMemory;
+use device::{DeviceMemory, DeviceStream};
 use errors::raise;
 use poseidon::{
     Buffer, Config, Consistency, Encoding, Encodings, Factors, HalfFactors, Layer, LayerId,
@@ -276,13 +276,13 @@ impl Session {
         py: Python<'_>,
         layer: u32,
         gradient: DeviceMemory,
-        stream: u64,
+        stream: DeviceStream,
         into: Option<DeviceMemory>,
     ) -> PyResult<()> {
         let session = self.session()?;
         let gradient = gradient.lend(py, &session)?;
         let into = into.map(|into| into.lend(py, &session)).transpose()?;
-        let sent = session.send_on_device(LayerId(layer), gradient, into, stream);
+        let sent = session.send_on_device(LayerId(layer), gradient, into, stream.lend());
         sent.map_err(|error| raise(py, error))
     }
 
@@ -292,11 +292,11 @@ impl Session {
         py: Python<'_>,
         layer: u32,
         values: DeviceMemory,
-        stream: u64,
+        stream: DeviceStream,
     ) -> PyResult<()> {
         let session = self.session()?;
         let values = values.lend(py, &session)?;
-        let sent = session.broadcast_on_device(LayerId(layer), values, stream);
+        let sent = session.broadcast_on_device(LayerId(layer), values, stream.lend());
         sent.map_err(|error| raise(py, error))
     }
 
@@ -308,12 +308,12 @@ impl Session {
         layer: u32,
         parts: Vec<DeviceMemory>,
         into: DeviceMemory,
-        stream: u64,
+        stream: DeviceStream,
     ) -> PyResult<()> {
         let session = self.session()?;
         let parts = parts.into_iter().map(|part| part.lend(py, &session));
         let (parts, into) = (parts.collect::<PyResult<Vec<_>>>()?, into.lend(py, &session)?);
-        let sent = session.gather_on_device(LayerId(layer), parts, into, stream);
+        let sent = session.gather_on_device(LayerId(layer), parts, into, stream.lend());
         sent.map_err(|error| raise(py, error))
     }
 
@@ -324,12 +324,12 @@ impl Session {
         layer: u32,
         parts: Vec<(Memory, Memory)>,
         into: DeviceMemory,
-        stream: u64,
+        stream: DeviceStream,
     ) -> PyResult<()> {
         let parts = parts.iter().map(|(u, v)| Ok(Factors { u: u.slice()?, v: v.slice()? }));
         let parts: Vec<Factors<'_>> = parts.collect::<PyResult<_>>()?;
         let session = self.session()?;
-        let into = into.lend(py, &session)?;
+        let (into, stream) = (into.lend(py, &session)?, stream.lend());
         // It copies the rows: let others run meanwhile.
         let sent = py.detach(|| session.gather_from_host(LayerId(layer), &parts, into, stream));
         sent.map_err(|error| raise(py, error))
@@ -341,9 +341,9 @@ impl Session {
         &self,
         py: Python<'py>,
         layer: u32,
-        stream: u64,
+        stream: DeviceStream,
     ) -> PyResult<Bound<'py, PyByteArray>> {
-        let (session, layer) = (self.session()?, LayerId(layer));
+        let (session, layer, stream) = (self.session()?, LayerId(layer), stream.lend());
         let beyond = wait_for_layer(py, &session, layer, |interrupted| {
             session.receive_on_device(layer, stream, interrupted)
         })?;

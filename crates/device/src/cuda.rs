@@ -84,7 +84,7 @@ impl Cuda {
         match stream {
             Stream::Out => self.out_stream,
             Stream::In => self.in_stream,
-            Stream::Program(number) => number as sys::CUstream,
+            Stream::Program(program) => program.0 as sys::CUstream,
         }
     }
 
@@ -117,7 +117,8 @@ impl Drop for DeviceMemory {
     }
 }
 
-impl Device for Cuda {
+// SAFETY: CUDA keeps the order of streams and events.
+unsafe impl Device for Cuda {
     fn name(&self) -> String {
         self.name.clone()
     }
@@ -141,7 +142,8 @@ impl Device for Cuda {
 
     fn record(&self, event: Event, stream: Stream) -> Result<(), Fault> {
         let stream = self.stream(stream);
-        // SAFETY: events are never destroyed; a stream of the program lives while it is used.
+        // SAFETY: events are never destroyed; whoever made a `ProgramStream` promised that it
+        // lives.
         self.with(|| unsafe { sys::cuEventRecord(event.0 as _, stream) }, "recording an event")
     }
 

@@ -31,9 +31,10 @@ use std::ptr::NonNull;
 pub struct Fault(pub String);
 
 /// A mark in a stream's queue of work. It has passed when all work before it is done. Recorded
-/// again, it is a new mark, and the old one is forgotten.
+/// again, it is a new mark, and the old one is forgotten. Only a [device](Device::create_event)
+/// makes events: a driver takes their numbers for addresses.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub struct Event(pub u64);
+pub struct Event(u64);
 
 /// A queue of work on a device. What is in one queue is done in order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -42,8 +43,23 @@ pub enum Stream {
     Out,
     /// The copier's, from the host to the device.
     In,
-    /// One of the training program's, by the number its framework knows it by.
-    Program(u64),
+    /// One of the training program's.
+    Program(ProgramStream),
+}
+
+/// A stream of the training program, by the number its framework knows it by.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct ProgramStream(u64);
+
+impl ProgramStream {
+    /// The stream that the framework calls `number`.
+    ///
+    /// # Safety
+    /// It is a stream of the device that it is used with, and lives as long as this value and its
+    /// copies are used. A driver takes the number for an address.
+    pub const unsafe fn from_raw(number: u64) -> Self {
+        Self(number)
+    }
 }
 
 /// Some rows of bytes, on a device and in host memory.
@@ -79,7 +95,11 @@ impl Copy {
 }
 
 /// What is asked of a device. All calls return at once; work is done in the order of its stream.
-pub trait Device: Send + Sync + fmt::Debug {
+///
+/// # Safety
+/// Others free memory because of what a device says. An event has passed only when all work is done
+/// that its stream had when the event was recorded, copies included.
+pub unsafe trait Device: Send + Sync + fmt::Debug {
     /// What people call it.
     fn name(&self) -> String;
 

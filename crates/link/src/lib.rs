@@ -65,19 +65,19 @@ pub trait Link: Send {
         self.read(bufs)
     }
 
-    /// Bytes that have come and lie in the link's memory. The caller uses them where they are and
-    /// then [consumes](Link::consume) them. Empty if the link has no such memory, and empty if the
-    /// next [`read`](Link::read) would have to wait.
-    fn peek(&mut self) -> io::Result<&[u8]> {
-        Ok(&[])
-    }
-
-    /// Takes the first `bytes` bytes that [`peek`](Link::peek) showed, as if they had been read.
-    fn consume(&mut self, bytes: usize) -> io::Result<()> {
-        match bytes {
-            0 => Ok(()),
-            _ => Err(io::Error::new(io::ErrorKind::InvalidInput, "nothing was shown")),
-        }
+    /// Takes bytes that lie in the link's own memory, and gives them to `each` in short blocks that
+    /// are copied to `scratch`, so that they are used while they are in the cache. Takes no more
+    /// than `most` bytes, in blocks of whole units of `unit` bytes. Returns how many it has taken:
+    /// 0 if the link has no such memory, or not a whole unit; then it is to be [read](Link::read).
+    fn pass(
+        &mut self,
+        most: usize,
+        unit: usize,
+        scratch: &mut [u8],
+        each: &mut dyn FnMut(&[u8]),
+    ) -> io::Result<usize> {
+        let _ = (most, unit, scratch, each);
+        Ok(0)
     }
 
     /// Writes some prefix of `bufs`. More than 1024 buffers are not all used.

@@ -1,18 +1,25 @@
 //! Links through shared memory, for two processes of one machine.
 //!
 //! Both processes map memory with two rings, one for each direction. The sender copies bytes into a
-//! ring and the receiver copies them out; the bytes never enter the kernel. The unix socket that the
-//! two processes met on stays open. A byte on this socket is the *bell*: it wakes the other process.
-//! The socket's end is the link's end, so a process that dies is noticed as on any other link.
+//! ring and the receiver copies them out; the bytes never enter the kernel. The unix socket that
+//! the two processes met on stays open. A byte on this socket is the *bell*: it wakes the other
+//! process. The socket's end is the link's end, so a process that dies is noticed as on any other
+//! link.
 //!
-//! A side that finds nothing to read (or no room to write) sets a flag in the ring's control block,
-//! looks at the ring once more, and only then reports `WouldBlock`. The other side moves bytes, then
-//! looks at the flag, and rings the bell if it is set. Flags and counters are sequentially
-//! consistent, so either the first side sees the bytes or the other side sees the flag.
+//! * `ring`: who may touch which bytes of a ring, and who has to be woken. A side that may wait
+//!   reports `WouldBlock`.
+//! * `access`: the memory itself. Another process may write it at any time.
+
+mod access;
+#[cfg(test)]
+mod model;
+mod ring;
 
 use crate::{Carrier, Link, past_cache};
+use access::{CopyBytes, RingBytes};
 use mio::unix::SourceFd;
 use mio::{Interest, Registry, Token};
+use ring::{Control, Ring};
 use rustix::fs::{
     MemfdFlags, SealFlags, fcntl_add_seals, fcntl_get_seals, fstat, ftruncate, memfd_create,
 };
@@ -27,7 +34,6 @@ use std::mem::MaybeUninit;
 use std::net::Shutdown;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::ptr::NonNull;
-use std::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};
 
 /// Which end of the connection this is; each end writes to the ring the other reads.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -36,10 +42,11 @@ pub(crate) enum End {
     Listener,
 }
 
-/// Bytes in each ring: one chunk of the default size. Of the sizes from 32 KiB to 512 KiB this one
-/// took the least CPU time for 100 MB between 2 and between 8 processes. A larger ring falls out of
-/// the cache between the two copies; a smaller one wakes the other side more often.
-const RING: usize = 256 << 10;
+/// Bytes in each ring.
+const RING: usize = RingBytes::LEN;
+/// Bytes that are copied out of a ring at a time, to be combined. The copy is in the nearest cache
+/// when they are.
+const BLOCK: usize = 16 << 10;
 /// Where the rings begin in the mapping. The control blocks of both rings lie before them.
 const DATA: usize = 4096;
 const TOTAL: usize = DATA + 2 * RING;
@@ -102,23 +109,6 @@ pub(crate) struct SharedLink {
     ended: bool,
 }
 
-/// What the two sides tell each other about one ring. Each field is on its own cache line. Each
-/// counter has one writer. A flag has two: the waiting side sets it, the other side clears it.
-#[repr(C)]
-struct Control {
-    written: Line<AtomicU64>,
-    read: Line<AtomicU64>,
-    reader_waits: Line<AtomicU32>,
-    writer_waits: Line<AtomicU32>,
-}
-
-#[repr(C, align(64))]
-struct Line<T>(T);
-
-/// Copies bytes from the first to the second.
-// SAFETY: for whoever calls it: both are valid for so many bytes, and they do not overlap.
-type CopyBytes = unsafe fn(*const u8, *mut u8, usize);
-
 impl SharedLink {
     fn new(bell: Socket, mapping: Mapping, end: End) -> Self {
         Self { bell, mapping, end, written: 0, read: 0, ended: false }
@@ -136,7 +126,13 @@ impl SharedLink {
         self.mapping.ring(usize::from(self.end == End::Caller))
     }
 
-    fn read_with(&mut self, bufs: &mut [IoSliceMut<'_>], copy: CopyBytes) -> io::Result<usize> {
+    /// # Safety
+    /// `copy` copies, and does nothing else.
+    unsafe fn read_with(
+        &mut self,
+        bufs: &mut [IoSliceMut<'_>],
+        copy: CopyBytes,
+    ) -> io::Result<usize> {
         let room: usize = bufs.iter().map(|b| b.len()).sum();
         let mut total = 0;
         loop {
@@ -150,7 +146,8 @@ impl SharedLink {
                     let rest = &mut buf[start..];
                     skip = skip.saturating_sub(len);
                     let n = rest.len().min(ready - (position - self.read) as usize);
-                    ring.copy_out(position, &mut rest[..n], copy);
+                    // SAFETY: by the caller.
+                    unsafe { ring.copy_out(position, &mut rest[..n], copy) };
                     position += n as u64;
                 }
                 self.advance(position)?;
@@ -159,11 +156,7 @@ impl SharedLink {
             if total == room {
                 return Ok(total);
             }
-            let ring = self.incoming();
-            ring.control.reader_waits.0.store(1, Ordering::SeqCst);
-            fence(Ordering::SeqCst);
-            if ring.ready(self.read)? > 0 {
-                ring.control.reader_waits.0.store(0, Ordering::SeqCst);
+            if !self.incoming().may_reader_wait(self.read)? {
                 continue;
             }
             if total > 0 {
@@ -177,11 +170,7 @@ impl SharedLink {
     /// Everything before `position` has been read.
     fn advance(&mut self, position: u64) -> io::Result<()> {
         self.read = position;
-        let ring = self.incoming();
-        ring.control.read.0.store(position, Ordering::SeqCst);
-        // A writer is not woken for every few bytes: it should find room for a large piece.
-        let left = ring.ready(position)?;
-        if left <= RING / 2 && ring.control.writer_waits.0.swap(0, Ordering::SeqCst) == 1 {
+        if self.incoming().release(position)? {
             self.ring_bell();
         }
         Ok(())
@@ -196,25 +185,39 @@ impl SharedLink {
 
 impl Link for SharedLink {
     fn read(&mut self, bufs: &mut [IoSliceMut<'_>]) -> io::Result<usize> {
-        self.read_with(bufs, std::ptr::copy_nonoverlapping)
+        // SAFETY: it copies.
+        unsafe { self.read_with(bufs, std::ptr::copy_nonoverlapping) }
     }
 
     fn land(&mut self, bufs: &mut [IoSliceMut<'_>]) -> io::Result<usize> {
-        self.read_with(bufs, past_cache::copy)
+        // SAFETY: it copies.
+        unsafe { self.read_with(bufs, past_cache::copy) }
     }
 
-    fn peek(&mut self) -> io::Result<&[u8]> {
+    fn pass(
+        &mut self,
+        most: usize,
+        unit: usize,
+        scratch: &mut [u8],
+        each: &mut dyn FnMut(&[u8]),
+    ) -> io::Result<usize> {
+        let block = scratch.len().min(BLOCK) / unit * unit;
         let ring = self.incoming();
-        Ok(ring.lend(self.read, ring.ready(self.read)?))
-    }
-
-    fn consume(&mut self, bytes: usize) -> io::Result<()> {
-        let ready = self.incoming().ready(self.read)?;
-        if bytes > ready {
-            let why = format!("{bytes} bytes consumed of {ready}");
-            return Err(io::Error::new(ErrorKind::InvalidInput, why));
+        let ready = ring.ready(self.read)?.min(most) / unit * unit;
+        if block == 0 || ready == 0 {
+            return Ok(0);
         }
-        self.advance(self.read + bytes as u64)
+        let end = self.read + ready as u64;
+        let mut position = self.read;
+        while position < end {
+            let piece = &mut scratch[..block.min((end - position) as usize)];
+            // SAFETY: it copies.
+            unsafe { ring.copy_out(position, piece, std::ptr::copy_nonoverlapping) };
+            each(piece);
+            position += piece.len() as u64;
+        }
+        self.advance(end)?;
+        Ok(ready)
     }
 
     fn write(&mut self, bufs: &[IoSlice<'_>]) -> io::Result<usize> {
@@ -233,8 +236,7 @@ impl Link for SharedLink {
                     ring.copy_in(position, &rest[..n]);
                     position += n as u64;
                 }
-                ring.control.written.0.store(position, Ordering::SeqCst);
-                if ring.control.reader_waits.0.swap(0, Ordering::SeqCst) == 1 {
+                if ring.publish(position) {
                     self.ring_bell();
                 }
                 self.written = position;
@@ -243,11 +245,7 @@ impl Link for SharedLink {
             if total == wanted {
                 return Ok(total);
             }
-            let ring = self.outgoing();
-            ring.control.writer_waits.0.store(1, Ordering::SeqCst);
-            fence(Ordering::SeqCst);
-            if ring.room(self.written)? > RING / 2 {
-                ring.control.writer_waits.0.store(0, Ordering::SeqCst);
+            if !self.outgoing().may_writer_wait(self.written)? {
                 continue;
             }
             return if total > 0 { Ok(total) } else { Err(ErrorKind::WouldBlock.into()) };
@@ -284,68 +282,6 @@ impl Link for SharedLink {
     }
 }
 
-/// One ring of a mapping. Positions count bytes since the beginning and wrap around the ring.
-struct Ring<'a> {
-    control: &'a Control,
-    data: NonNull<u8>,
-}
-
-impl<'a> Ring<'a> {
-    /// Bytes the reader at `position` may take.
-    fn ready(&self, position: u64) -> io::Result<usize> {
-        self.distance(self.control.written.0.load(Ordering::SeqCst), position)
-    }
-
-    /// Bytes the writer at `position` may add.
-    fn room(&self, position: u64) -> io::Result<usize> {
-        Ok(RING - self.distance(position, self.control.read.0.load(Ordering::SeqCst))?)
-    }
-
-    /// Bytes in the ring. The other side wrote one of the two counters, so its value may be anything
-    /// and is checked.
-    fn distance(&self, written: u64, read: u64) -> io::Result<usize> {
-        let distance = written.wrapping_sub(read);
-        if distance > RING as u64 {
-            let why = format!(
-                "a ring of {RING} bytes cannot hold {distance}: written {written}, read {read}"
-            );
-            return Err(io::Error::new(ErrorKind::InvalidData, why));
-        }
-        Ok(distance as usize)
-    }
-
-    fn copy_in(&self, position: u64, bytes: &[u8]) {
-        let at = position as usize % RING;
-        let (first, second) = bytes.split_at(bytes.len().min(RING - at));
-        // SAFETY: both parts lie within the ring: at + first ≤ RING, and second ≤ room - first. The
-        // reader does not touch them until `written` says so; if it does all the same, the bytes
-        // are garbage, which is what its owner then reads.
-        unsafe {
-            self.data.add(at).copy_from_nonoverlapping(NonNull::from(first).cast(), first.len());
-            self.data.copy_from_nonoverlapping(NonNull::from(second).cast(), second.len());
-        }
-    }
-
-    /// The next `ready` bytes at `position`, as far as they lie in one piece.
-    fn lend(&self, position: u64, ready: usize) -> &'a [u8] {
-        let at = position as usize % RING;
-        // SAFETY: within the ring. The writer does not touch what is ready until `read` says so; if
-        // it does all the same, the bytes are garbage, as they would be in a copy.
-        unsafe { std::slice::from_raw_parts(self.data.add(at).as_ptr(), ready.min(RING - at)) }
-    }
-
-    fn copy_out(&self, position: u64, bytes: &mut [u8], copy: CopyBytes) {
-        let at = position as usize % RING;
-        let split = bytes.len().min(RING - at);
-        let (first, second) = bytes.split_at_mut(split);
-        // SAFETY: as for `copy_in`, with the roles exchanged.
-        unsafe {
-            copy(self.data.add(at).as_ptr(), first.as_mut_ptr(), first.len());
-            copy(self.data.as_ptr(), second.as_mut_ptr(), second.len());
-        }
-    }
-}
-
 /// The memory of both rings, mapped.
 struct Mapping(NonNull<u8>);
 
@@ -367,10 +303,11 @@ impl Mapping {
     fn ring(&self, index: usize) -> Ring<'_> {
         let control = index * size_of::<Control>();
         // SAFETY: both control blocks lie within the first DATA bytes of the mapping, aligned like
-        // it; atomics are valid for any bytes. The data of ring `index` lies within TOTAL.
+        // it; atomics are valid for any bytes. The bytes of ring `index` lie within TOTAL, behind
+        // the control blocks, and are mapped as long as `self` lives.
         unsafe {
             let control = self.0.add(control).cast::<Control>().as_ref();
-            Ring { control, data: self.0.add(DATA + index * RING) }
+            Ring { control, bytes: RingBytes::new(self.0.add(DATA + index * RING)) }
         }
     }
 }
@@ -442,11 +379,12 @@ mod tests {
                     Err(e) => prop_assert_eq!(e.kind(), ErrorKind::WouldBlock),
                 }
                 let &(first, second) = reads.next().unwrap();
-                // Some of it is used where it is.
-                let shown = b.peek().unwrap();
-                let used = shown.len().min(second);
-                got.extend_from_slice(&shown[..used]);
-                b.consume(used).unwrap();
+                // Some of it is passed in blocks.
+                let (before, mut block) = (got.len(), vec![0; first]);
+                let each = &mut |piece: &[u8]| got.extend_from_slice(piece);
+                let passed = b.pass(9 * second, 3, &mut block, each).unwrap();
+                prop_assert!(passed % 3 == 0 && passed <= 9 * second);
+                prop_assert_eq!(got.len() - before, passed);
                 let (mut x, mut y) = (vec![0; first], vec![0; second]);
                 let bufs = &mut [IoSliceMut::new(&mut x), IoSliceMut::new(&mut y)];
                 match if first % 2 == 0 { b.read(bufs) } else { b.land(bufs) } {
@@ -488,20 +426,21 @@ mod tests {
     }
 
     #[test]
-    fn a_writer_that_found_no_room_is_rung_for_when_bytes_are_used_where_they_are() {
+    fn a_writer_that_found_no_room_is_rung_for_when_bytes_are_passed_in_blocks() {
         let (mut a, mut b) = pair();
         let bytes = vec![7; RING + 10];
         assert_eq!(a.write(&[IoSlice::new(&bytes)]).unwrap(), RING);
         assert!(would_block(a.write(&[IoSlice::new(&bytes)])));
-        assert_eq!(b.peek().unwrap(), &bytes[..RING]);
-        assert_eq!(b.peek().unwrap().len(), RING, "looking takes nothing");
-        b.consume(RING).unwrap();
-        assert_eq!(b.peek().unwrap(), []);
+        let (mut scratch, mut blocks) = (vec![0; 3 * BLOCK], Vec::new());
+        let passed = b.pass(usize::MAX, 8, &mut scratch, &mut |block| blocks.push(block.to_vec()));
+        assert_eq!(passed.unwrap(), RING);
+        assert_eq!(blocks, vec![vec![7; BLOCK]; RING / BLOCK]);
+        assert_eq!(b.pass(usize::MAX, 8, &mut scratch, &mut |_| panic!("none left")).unwrap(), 0);
         let mut bells = [0; 8];
         assert_eq!((&a.bell).read(&mut bells).unwrap(), 1);
-        assert!(b.consume(1).is_err(), "nothing is left");
         assert_eq!(a.write(&[IoSlice::new(&bytes[..10])]).unwrap(), 10);
-        assert_eq!(b.peek().unwrap(), &bytes[..10]);
+        let passed = b.pass(usize::MAX, 8, &mut scratch, &mut |block| assert_eq!(block, [7; 8]));
+        assert_eq!(passed.unwrap(), 8, "half a number waits for its other half");
     }
 
     #[test]
@@ -519,9 +458,10 @@ mod tests {
     #[test]
     fn a_side_that_writes_nonsense_into_the_ring_is_found_out() {
         let (a, mut b) = pair();
-        a.outgoing().control.written.0.store(u64::MAX, Ordering::SeqCst);
+        a.outgoing().claim(u64::MAX);
         let mut buf = [0; 8];
-        assert_eq!(b.peek().unwrap_err().kind(), ErrorKind::InvalidData);
+        let passed = b.pass(8, 1, &mut buf, &mut |_| panic!("nothing was sent"));
+        assert_eq!(passed.unwrap_err().kind(), ErrorKind::InvalidData);
         let error = b.read(&mut [IoSliceMut::new(&mut buf)]).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::InvalidData);
         assert!(error.to_string().contains("cannot hold"), "{error}");

@@ -26,7 +26,7 @@ pub(crate) fn update<const N: usize>(
     let mut product = PRODUCT.take();
     for start in (0..rows).step_by(BLOCK) {
         let a = a.rows(start..(start + BLOCK).min(rows));
-        let len = a.shape().0 * columns;
+        let len = a.shape().0.checked_mul(columns).expect("a block fits the memory");
         // It never shrinks: it would have to be cleared when it grows again.
         if product.len() < len {
             product.resize(len, 0.0);
@@ -47,7 +47,8 @@ pub(crate) fn update<const N: usize>(
 /// `into` = `a` `b`, or that added to it. `Product` has checked that the shapes fit.
 pub(crate) fn multiply(a: Matrix<'_>, b: Matrix<'_>, add: bool, threads: usize, into: &mut [f32]) {
     let ((rows, inner), columns) = (a.shape(), b.shape().1);
-    assert!(inner == b.shape().0 && into.len() == rows * columns, "shapes fit");
+    let fits = rows.checked_mul(columns) == Some(into.len());
+    assert!(inner == b.shape().0 && fits, "shapes fit");
     let parallelism = if threads > 1 { Parallelism::Rayon(threads) } else { Parallelism::None };
     // SAFETY: a Matrix has each of its rows x columns elements within its slice, at its strides; those of
     // `into` are (columns, 1), and the assertion has seen that it is as long. `into` is borrowed mutably, so it

@@ -6,7 +6,7 @@ mod cluster;
 use cluster::{Layout, without_hanging};
 use poseidon::collectives::{DeviceTensor, Request, Tensor, Terms, Work};
 use poseidon::device::late::Late;
-use poseidon::device::{Copier, Stream};
+use poseidon::device::{Copier, ProgramStream, Stream};
 use poseidon::session::Builder;
 use poseidon::{
     ChunkSize, Dtype, Encoding, Error, Factors, Group, Layer, LayerKind, OnDevice, Optimizer,
@@ -15,7 +15,8 @@ use poseidon::{
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-const STREAM: u64 = 7;
+// SAFETY: the device of these tests takes any number for a stream.
+const STREAM: ProgramStream = unsafe { ProgramStream::from_raw(7) };
 const M: usize = 6;
 const N: usize = 10;
 const BATCH: usize = 8;
@@ -353,8 +354,8 @@ const TERMS: Terms = Terms { timeout: PATIENCE, waits: true };
 fn all_reduce(group: &Group, gpu: &Gpu, values: &Values) -> Result<Work, Error> {
     let (address, count) = values.place();
     let tensor = DeviceTensor { address, count, dtype: Dtype::F32 };
-    let request = |inputs: Vec<Tensor>, _: Vec<Tensor>| {
-        Ok(Request::AllReduce { tensor: inputs[0], op: ReduceOp::Sum })
+    let request = |mut inputs: Vec<Tensor>, _: Vec<Tensor>| {
+        Ok(Request::AllReduce { tensor: inputs.remove(0), op: ReduceOp::Sum })
     };
     let keep = Box::new(values.clone());
     // SAFETY: the values are kept, and touched by work of one stream only.

@@ -336,14 +336,14 @@ fn what_cannot_be_right_is_refused_before_anything_is_sent() {
     run(2, Carriers::Auto, |group| {
         let words = |request| act(group, request).unwrap_err().to_string();
         let mut x = vec![1f32; 4];
-        let float = tensor(&mut x);
-        let said = words(Request::AllReduce { tensor: float, op: ReduceOp::BitXor });
+        let mut float = || tensor(&mut x);
+        let said = words(Request::AllReduce { tensor: float(), op: ReduceOp::BitXor });
         assert!(said.contains("xor of float32"), "{said}");
-        let said = words(Request::Broadcast { tensor: float, root: 2 });
+        let said = words(Request::Broadcast { tensor: float(), root: 2 });
         assert!(said.contains("rank 2 of 2"), "{said}");
-        let said = words(Request::AllGather { input: float, outputs: vec![float] });
+        let said = words(Request::AllGather { input: float(), outputs: vec![float()] });
         assert!(said.contains("1 outputs among 2 ranks"), "{said}");
-        let said = words(Request::Send { tensor: float, to: group.rank(), tag: 0 });
+        let said = words(Request::Send { tensor: float(), to: group.rank(), tag: 0 });
         assert!(said.contains("is this one"), "{said}");
         // The group goes on.
         act(group, Request::Barrier).unwrap();

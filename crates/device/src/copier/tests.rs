@@ -1,10 +1,11 @@
 use super::*;
 use crate::late::Late;
-use crate::{Pinned, Registered};
+use crate::{Pinned, ProgramStream, Registered};
 use proptest::prelude::*;
 use std::ptr::NonNull;
 
-const PROGRAM: Stream = Stream::Program(7);
+// SAFETY: the device of these tests takes any number for a stream.
+const PROGRAM: Stream = Stream::Program(unsafe { ProgramStream::from_raw(7) });
 
 /// Doubles what has come to host memory, piece by piece, some time later.
 struct Doubling {

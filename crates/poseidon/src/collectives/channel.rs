@@ -190,13 +190,13 @@ impl GroupChannel {
     /// Begins the operation of `request`, which has been checked.
     fn begin(
         &mut self,
-        request: &Request,
+        request: Request,
         timeout: Duration,
         completion: Arc<Completion>,
         now: Duration,
     ) {
         self.tickets += 1;
-        let sequence = match request {
+        let sequence = match &request {
             Request::Send { to, .. } => {
                 let sent = &mut self.messages[usize::from(*to)];
                 *sent += 1;
@@ -401,7 +401,8 @@ impl GroupChannel {
     }
 }
 
-impl Channel for GroupChannel {
+// SAFETY: regions are of an operation's memory. It is kept until all is sent and has landed.
+unsafe impl Channel for GroupChannel {
     fn id(&self) -> ChannelId {
         self.id
     }
@@ -527,7 +528,7 @@ impl Channel for GroupChannel {
             let Some(command) = self.shared.lock().commands.pop_front() else { break };
             match command {
                 Command::Begin { request, timeout, completion } if !self.left => {
-                    self.begin(&request, timeout, completion, now);
+                    self.begin(request, timeout, completion, now);
                     begun = true;
                 }
                 Command::Begin { completion, .. } => {

@@ -10,7 +10,7 @@ use super::work::{Arrival, Completion};
 use super::{Group, Terms, Work};
 use crate::Error;
 use poseidon_core::Dtype;
-use poseidon_device::{Cargo, Collected, Copier, Copy, Fault, Lease, Stream};
+use poseidon_device::{Cargo, Collected, Copier, Copy, Fault, Lease, ProgramStream, Stream};
 use std::any::Any;
 use std::sync::Arc;
 
@@ -29,16 +29,18 @@ pub struct DeviceTensor {
 const ALIGNMENT: usize = 64;
 
 impl Group {
-    /// As [`begin`](Group::begin), with tensors of the device of `copier`, once the work that stream
-    /// `program` has now is done. `request` is made from the same tensors in host memory. The
-    /// program's streams see results after [`Work::make_wait`].
+    /// As [`begin`](Group::begin), with tensors of the device of `copier`, once the work that
+    /// stream `program` has now is done. `request` is made from the same tensors in host memory.
+    /// The program's streams see results after [`Work::make_wait`].
     ///
     /// # Safety
     /// The tensors are valid until `keep_alive` is dropped. Until the operation is done, they are
-    /// touched only by work that the program's stream has before it, and after it has been made to wait.
+    /// touched only by work that the program's stream has before it, and after it has been made to
+    /// wait. `request` uses the tensors that it gets for the request that it returns, and drops the
+    /// others.
     pub unsafe fn begin_on_device(
         &self,
-        (copier, program): (&Arc<Copier>, u64),
+        (copier, program): (&Arc<Copier>, ProgramStream),
         inputs: &[DeviceTensor],
         outputs: &[DeviceTensor],
         request: impl FnOnce(Vec<Tensor>, Vec<Tensor>) -> Result<Request, Error>,

@@ -97,10 +97,11 @@ pub(super) enum Mode {
 }
 
 impl Flow {
-    /// The flow of `request`, which was checked.
-    pub(super) fn of(request: &Request, ways: &Ways) -> Self {
+    /// The flow of `request`, which was checked. From now on the flow alone has the request's
+    /// tensors.
+    pub(super) fn of(request: Request, ways: &Ways) -> Self {
         let mut flow = Self::default();
-        match request {
+        match &request {
             Request::AllReduce { tensor, op } => flow.all_reduce(tensor, *op, ways),
             Request::Broadcast { tensor, root } if tensor.region.len() < LARGE_BROADCAST => {
                 flow.cut(1);
@@ -113,7 +114,7 @@ impl Flow {
                 flow.up(0, *root, tensor.region, mode, ways);
             }
             Request::AllGather { input, outputs } => {
-                copy(&input.region, &outputs[usize::from(ways.me)].region);
+                input.copy_to(&outputs[usize::from(ways.me)]);
                 flow.cut(ways.size());
                 for (slice, output) in (0..).zip(outputs) {
                     let region = if slice == ways.me { input.region } else { output.region };
@@ -121,7 +122,7 @@ impl Flow {
                 }
             }
             Request::ReduceScatter { inputs, output, op } => {
-                copy(&inputs[usize::from(ways.me)].region, &output.region);
+                inputs[usize::from(ways.me)].copy_to(output);
                 flow.cut(ways.size());
                 let mode = Mode::Reduce(output.dtype, *op);
                 for slice in ways.others() {
@@ -130,18 +131,18 @@ impl Flow {
                 flow.up(ways.me, ways.me, output.region, mode, ways);
             }
             Request::Gather { input, outputs, root } if *root == ways.me => {
-                copy(&input.region, &outputs[usize::from(ways.me)].region);
+                input.copy_to(&outputs[usize::from(ways.me)]);
                 ways.others().for_each(|from| flow.take(from, outputs[usize::from(from)].region));
             }
             Request::Gather { input, root, .. } => flow.give(*root, input.region),
             Request::Scatter { inputs, output, root } if *root == ways.me => {
-                copy(&inputs[usize::from(ways.me)].region, &output.region);
+                inputs[usize::from(ways.me)].copy_to(output);
                 ways.others().for_each(|to| flow.give(to, inputs[usize::from(to)].region));
             }
             Request::Scatter { output, root, .. } => flow.take(*root, output.region),
             Request::AllToAll { inputs, outputs } => {
                 let me = usize::from(ways.me);
-                copy(&inputs[me].region, &outputs[me].region);
+                inputs[me].copy_to(&outputs[me]);
                 for other in ways.others() {
                     flow.give(other, inputs[usize::from(other)].region);
                     flow.take(other, outputs[usize::from(other)].region);
@@ -329,7 +330,9 @@ impl Flow {
         // they are in memory when the vector that owns them is moved.
         let place = unsafe { Region::of(&mut scratch) }.part(0..region.len());
         self.scratch.push(scratch);
-        copy(region, &place);
+        // SAFETY: the operation has been lent `region` and has just made `place`, and nothing of it
+        // is under way yet.
+        unsafe { place.copy_from(region) };
         place
     }
 }
@@ -385,11 +388,4 @@ fn range_of(rank: u16, tensor: &Tensor, size: u16) -> Range<usize> {
     let (count, width) = (tensor.count(), tensor.dtype.size());
     let edge = |rank: u16| (count as u128 * u128::from(rank) / u128::from(size)) as usize * width;
     edge(rank)..edge(rank + 1)
-}
-
-/// Copies this rank's own part of an operation that has just begun.
-fn copy(from: &Region, to: &Region) {
-    // SAFETY: the operation has been lent both, or has made one of them, and nothing of the operation
-    // is under way yet.
-    unsafe { to.copy_from(from) }
 }

@@ -19,6 +19,8 @@ mod start_order;
 mod tensor;
 mod work;
 
+#[cfg(feature = "fuzzing")]
+pub(crate) mod fuzzed;
 #[cfg(test)]
 mod tests;
 

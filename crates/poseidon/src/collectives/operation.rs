@@ -57,13 +57,13 @@ impl Operation {
     /// The operation of `request`, which was checked. Messages that can be sent at once go to
     /// `send`.
     pub(super) fn begin(
-        request: &Request,
+        request: Request,
         start: Start,
         ways: &Ways,
         mut send: impl FnMut(usize, Message),
     ) -> Self {
         let Start { ticket, sequence, begun, deadline, completion } = start;
-        let key = match request {
+        let key = match &request {
             Request::Send { to, tag, .. } => Key::Send { to: *to, tag: *tag },
             Request::Receive { from, tag, tensor } => {
                 Key::Receive { from: *from, tag: *tag, bound: None, region: tensor.region }

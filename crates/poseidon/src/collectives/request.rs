@@ -8,7 +8,7 @@ use std::fmt;
 
 /// One operation, as one rank sees it. Collectives are begun by every rank of the group, in the same
 /// order.
-#[derive(Clone, Debug)]
+#[derive(Debug)]
 pub enum Request {
     /// Everybody's tensors become their reduction, in place.
     AllReduce {
@@ -156,20 +156,22 @@ impl Request {
                 return refuse(format!("{what} of {a} and {b}: expected one type"));
             }
         }
-        let own = |list: &[Tensor]| list.get(usize::from(me)).copied();
+        fn own(list: &[Tensor], me: u16) -> Option<&Tensor> {
+            list.get(usize::from(me))
+        }
         let pair = match self {
             Self::AllGather { input, outputs } | Self::Gather { input, outputs, .. } => {
-                own(outputs).map(|output| (*input, output))
+                own(outputs, me).map(|output| (input, output))
             }
             Self::ReduceScatter { inputs, output, .. } | Self::Scatter { inputs, output, .. } => {
-                own(inputs).map(|input| (input, *output))
+                own(inputs, me).map(|input| (input, output))
             }
-            Self::AllToAll { inputs, outputs } => own(inputs).zip(own(outputs)),
+            Self::AllToAll { inputs, outputs } => own(inputs, me).zip(own(outputs, me)),
             _ => None,
         };
         match pair {
             Some((a, b)) if a.count() != b.count() || a.dtype != b.dtype => {
-                let words = |t: Tensor| format!("{} {}", t.count(), t.dtype);
+                let words = |t: &Tensor| format!("{} {}", t.count(), t.dtype);
                 let (a, b) = (words(a), words(b));
                 refuse(format!("this rank's own part is {a} going in and {b} coming out"))
             }

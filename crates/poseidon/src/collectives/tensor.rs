@@ -4,8 +4,12 @@ use crate::memory::region::Region;
 use poseidon_core::Dtype;
 use std::ptr::NonNull;
 
-/// A contiguous tensor: where it is, how many elements it has, and of what.
-#[derive(Clone, Copy, Debug)]
+/// A contiguous tensor that is lent for one operation: where it is, how many elements it has, and
+/// of what.
+///
+/// Whoever has it may have an operation read and write the memory. It cannot be copied, and the
+/// operation takes it: for another operation the memory is lent anew.
+#[derive(Debug)]
 pub struct Tensor {
     pub(super) region: Region,
     pub(super) dtype: Dtype,
@@ -15,10 +19,11 @@ impl Tensor {
     /// The tensor of `count` elements at `start`.
     ///
     /// # Safety
-    /// The memory must be aligned, and valid for reads and writes of `count` elements, and nobody else
-    /// may touch it, from the operation it is given to until that operation is done: until its
-    /// `keep_alive` is dropped, or [`Work::wait`](super::Work::wait) has returned. What an operation only
-    /// reads may be read by others meanwhile.
+    /// The memory must be aligned, and valid for reads and writes of `count` elements, and nobody
+    /// else may touch it, until the tensor is dropped, or if it is given to an operation, until
+    /// that operation is done: until its `keep_alive` is dropped, or
+    /// [`Work::wait`](super::Work::wait) has returned true or an error. What an operation only
+    /// reads may be read by others meanwhile, and may be lent to several operations.
     pub unsafe fn from_raw(start: NonNull<u8>, count: usize, dtype: Dtype) -> Self {
         // SAFETY: valid by the caller's promise; the group lets go of it before the operation is done.
         Self { region: unsafe { Region::new(start, count * dtype.size()) }, dtype }
@@ -32,5 +37,12 @@ impl Tensor {
     /// What it is made of.
     pub fn dtype(&self) -> Dtype {
         self.dtype
+    }
+
+    /// Copies all of it to `other`, which has as many bytes and may overlap it.
+    pub(super) fn copy_to(&self, other: &Self) {
+        // SAFETY: both are lent, and nothing of the operation that has them is under way: it would
+        // have taken them.
+        unsafe { other.region.copy_from(&self.region) }
     }
 }

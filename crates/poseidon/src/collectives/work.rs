@@ -4,7 +4,7 @@ use super::start_order::Queued;
 use crate::Error;
 use crate::engine::driver::Driver;
 use crate::trace::BegunOperation;
-use poseidon_device::{Copier, Fault, SharedEvent, Stream};
+use poseidon_device::{Copier, Fault, ProgramStream, SharedEvent, Stream};
 use std::any::Any;
 use std::fmt;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
@@ -81,7 +81,7 @@ impl Work {
 
     /// Has stream `program` wait until results are on their device. The operation is done; this thread
     /// does not wait. Nothing to do if its tensors are in host memory.
-    pub fn make_wait(&self, program: u64) -> Result<(), Error> {
+    pub fn make_wait(&self, program: ProgramStream) -> Result<(), Error> {
         let Some(Arrival(arriving)) = &self.arrival else { return Ok(()) };
         let waits = arriving.copier.make_wait(Stream::Program(program), &arriving.event);
         waits.map_err(|fault| arriving.fault(&fault))

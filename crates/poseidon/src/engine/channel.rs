@@ -14,7 +14,15 @@ use std::time::Duration;
 /// The engine calls a channel from one thread at a time. If a method returns an error, the channel
 /// is closed: the engine lets go of the channel's memory, calls [`fail`](Channel::fail) and tells
 /// the members.
-pub(crate) trait Channel: Send {
+///
+/// # Safety
+/// The engine reads from the regions of messages, and writes to those that [`open`](Channel::open)
+/// returns. A region that a message has can be read, and nobody writes to it, until the channel has
+/// been told that the message is [sent](Channel::sent). A region that a payload goes to can be
+/// written, and nobody else touches it, until the channel has been told that it has
+/// [landed](Channel::landed); it has exactly the payload's length. Both end earlier when the
+/// channel is told that it is closed ([`fail`](Channel::fail)).
+pub(crate) unsafe trait Channel: Send {
     /// The number that the channel's frames have in their headers.
     fn id(&self) -> ChannelId;
 

@@ -280,8 +280,9 @@ impl Payload {
     fn bytes(&self) -> &[u8] {
         match self {
             Self::None => &[],
-            // SAFETY: what is being sent is not written: a result that goes to the same place comes
-            // only after its receivers have had all of this.
+            // SAFETY: by the channel's promise, what is being sent is valid and not written: a
+            // result that goes to the same place comes only after its receivers have had all of
+            // this.
             Self::Region(region) => unsafe { region.bytes() },
             Self::Shared(values) => values.bytes(),
             Self::Text(text) => text,

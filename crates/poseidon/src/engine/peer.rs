@@ -347,14 +347,14 @@ impl Peer {
         if let State::Combine { channel, width, left, carried: 0, .. } = &mut self.state
             && self.tagging.is_none()
         {
-            // Where the bytes lie in memory already, they are combined from there.
-            let ready = self.link.peek()?;
-            let whole = ready.len().min(*left) / *width * *width;
-            if whole > 0 && ready.as_ptr().addr() % *width == 0 {
-                channels.combine(*channel, self.node, &ready[..whole]);
-                self.link.consume(whole)?;
-                *left -= whole;
-                return Ok((whole, false));
+            // Where the bytes lie in memory already, they are combined in short blocks.
+            let (channel, node, bytes) =
+                (*channel, self.node, bytemuck::cast_slice_mut(&mut *scratch));
+            let combine = &mut |piece: &[u8]| channels.combine(channel, node, piece);
+            let passed = self.link.pass(*left, *width, bytes, combine)?;
+            if passed > 0 {
+                *left -= passed;
+                return Ok((passed, false));
             }
         }
         let end = self.head_end();
@@ -376,8 +376,8 @@ impl Peer {
         let (payload, header, drained) = match &mut self.state {
             State::Header | State::Parked(_) => read(&mut [], true)?,
             State::Assign { region, done, .. } => {
-                // SAFETY: the channel owns the region until this payload has landed, and the engine is
-                // one thread at a time.
+                // SAFETY: the channel has promised that the region is this payload's until it has
+                // landed, and the engine is one thread at a time.
                 let place = unsafe { region.bytes_mut() };
                 let read = read(&mut place[*done..], true)?;
                 tag(&place[*done..*done + read.0]);
@@ -592,10 +592,4 @@ impl Peer {
     fn garbage(&mut self, why: String) {
         self.gone.get_or_insert(Gone::Garbage(why));
     }
-}
-
-/// Puts a whole payload in the place that its channel has just given for it.
-fn put(place: Region, payload: &[u8]) {
-    // SAFETY: as for `State::Assign`.
-    unsafe { place.bytes_mut() }.copy_from_slice(payload);
 }

@@ -30,6 +30,8 @@ pub(crate) mod patience;
 pub(crate) mod places;
 pub(crate) mod rendezvous;
 
+#[cfg(feature = "fuzzing")]
+pub(crate) mod fuzzed;
 mod joining;
 mod ports;
 mod probe;

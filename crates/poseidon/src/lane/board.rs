@@ -1,10 +1,13 @@
 //! Where lanes tell the training program what is done, and what went wrong.
+//!
+//! `board_model.rs` compiles this file a second time, with loom's atomics and locks, and tries the
+//! orders in which lanes and sleepers may run.
 
+use super::sync::{AtomicU64, AtomicUsize, Condvar, Mutex, Ordering, fence};
 use crate::Error;
 use poseidon_core::wire::Marks;
 use poseidon_core::{Clock, LayerId, NodeId};
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Condvar, Mutex, OnceLock, PoisonError};
+use std::sync::{OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 /// Progress of all layers of a session on this node, and the session's failure if it has one.
@@ -207,8 +210,10 @@ impl Board {
 
     fn sleep(&self, layer: LayerId, deadline: Instant) {
         let mut gate = self.gate.lock().unwrap_or_else(PoisonError::into_inner);
-        // Announced before the last look: a lane that finishes after it sees a sleeper.
+        // Announced before the last look: a lane that finishes after it sees a sleeper. The fence
+        // is paired with the one in `wake`.
         self.sleepers.fetch_add(1, Ordering::SeqCst);
+        fence(Ordering::SeqCst);
         while !self.is_over(layer) {
             let left = deadline.saturating_duration_since(Instant::now());
             if left.is_zero() {
@@ -225,6 +230,8 @@ impl Board {
     }
 
     fn wake(&self) {
+        // What is reported comes before the look for sleepers.
+        fence(Ordering::SeqCst);
         if self.sleepers.load(Ordering::SeqCst) > 0 {
             self.wake_all();
         }

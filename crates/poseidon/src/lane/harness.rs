@@ -408,7 +408,7 @@ impl World {
                 layer.next = now + dice.pause();
                 let sum = setup.sum(position, layer.done);
                 let down = setup.encodings(position).down;
-                let result = exchange.destination.as_ref().unwrap_or(&exchange.gradient);
+                let result = exchange.destination.unwrap_or(exchange.gradient).into_buffer();
                 let right = result.bytes() == encoded(down, &sum).bytes();
                 assert!(right, "{id} of node {node}: wrong sum");
                 report.delivered += 1;
@@ -419,13 +419,13 @@ impl World {
                 let values: Vec<f32> =
                     setup.gradient(node as u16, position, layer.done + 1).collect();
                 let Encodings { up, down } = setup.encodings(position);
-                let elsewhere = || encoded(down, &vec![0.0; values.len()]);
+                let elsewhere = || encoded(down, &vec![0.0; values.len()]).into();
                 let exchange = Arc::new(Exchange {
                     layer: id,
                     clock: Clock(layer.done + 1),
                     kind: Kind::Push,
                     terms: Terms::default(),
-                    gradient: encoded(up, &values),
+                    gradient: encoded(up, &values).into(),
                     destination: (up != down).then(elsewhere),
                     landings: None,
                 });

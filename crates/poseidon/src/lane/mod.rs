@@ -13,7 +13,15 @@ pub(crate) mod plan_state;
 mod farewell;
 
 #[cfg(test)]
+mod board_model;
+#[cfg(test)]
 mod harness;
+
+/// What the board waits with. Its model has loom's in their place.
+mod sync {
+    pub(super) use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering, fence};
+    pub(super) use std::sync::{Condvar, Mutex};
+}
 
 use crate::Error;
 use crate::engine::channel::{Channel, Gone, Landing, LastWords, Outgoing, Polled, Sent};
@@ -329,7 +337,9 @@ impl SessionLane {
     }
 }
 
-impl Channel for SessionLane {
+// SAFETY: all regions are of chunks and rows that belong to this lane. `PlanState` keeps what they
+// are part of until links have had all of it, and reports a layer done only then.
+unsafe impl Channel for SessionLane {
     fn id(&self) -> ChannelId {
         self.id
     }

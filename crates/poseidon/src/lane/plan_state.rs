@@ -174,21 +174,20 @@ impl PlanState {
             let sent = attendance.handle_send(exchange.clock, exchange.terms.marks, parts);
             sent.map_err(|violation| (ChunkKey { layer, index: 0 }, violation))?;
         }
-        for part in syncer.parts().iter().filter(is_ready) {
+        self.exchanges[layer.index()] = Some(exchange.clone());
+        for part in self.syncers[layer.index()].parts().iter().filter(is_ready) {
             let header = contribution(self.me.node, part.key, &part.range, &exchange);
             if part.collects {
                 self.own.push_back(part.key);
             } else {
-                let lent = Lent { exchange: exchange.clone(), range: part.range.clone() };
-                let payload = match header.length {
-                    0 => Payload::None,
-                    _ => Payload::Region(lent.gradient_region()),
+                let payload = match self.lent(part.key) {
+                    Some(lent) if header.length > 0 => Payload::Region(lent.gradient_region()),
+                    _ => Payload::None,
                 };
                 self.unsent[layer.index()] += 1;
                 send(part.up, about(header, payload, layer));
             }
         }
-        self.exchanges[layer.index()] = Some(exchange);
         // A chunk that no other worker has contributed to is lent to the shard, which makes the sum
         // in it. Only the other chunks are work.
         for _ in 0..self.own.len() {
@@ -222,7 +221,8 @@ impl PlanState {
             let bare = Header::bare(Kind::Factors, self.me.node, length);
             let header = Header { chunk, value: terms.rate, marks: terms.marks, clock, ..bare };
             let Some(route) = layout.route(chunk.index) else { continue };
-            let rows = Rows::own(matrices.clone(), self.me.node, clock, range.clone());
+            // SAFETY: the session has written these rows of this lane, and touches them no more.
+            let rows = unsafe { Rows::own(matrices.clone(), self.me.node, clock, range.clone()) };
             for &node in &*fan_out(&mut self.fan_outs, &self.tree, self.me.node, route) {
                 let payload = to_send(&rows);
                 self.unsent[layer.index()] += 1;
@@ -247,12 +247,11 @@ impl PlanState {
             Kind::Update => {
                 let layer = header.chunk.layer.index();
                 let syncer = self.syncers.get_mut(layer).ok_or(Violation::UnknownChunk)?;
-                let range = syncer.handle_update(header)?;
-                let exchange = self.exchanges[layer].clone().ok_or(Violation::NotInFlight)?;
-                let region = Lent { exchange, range }.result_region();
+                syncer.handle_update(header)?;
+                let passes_on = syncer.part(header.chunk.index).is_some_and(|part| part.collects);
+                let region = self.lent(header.chunk).ok_or(Violation::NotInFlight)?.result_region();
                 // What others have from this node is read again soon. Their contributions, and this
                 // worker's, may be in the memory that the result goes to.
-                let passes_on = syncer.part(header.chunk.index).is_some_and(|part| part.collects);
                 if passes_on && !self.store.has_passed_on(header.chunk, header.clock) {
                     return Err(Violation::TooEarly(header.clock));
                 }
@@ -265,7 +264,9 @@ impl PlanState {
                     gathering.and_then(Option::as_mut).ok_or(Violation::UnknownChunk)?;
                 let arrival = gathering.gather.handle_factors(header, &self.tree)?;
                 let (matrices, worker) = (|| gathering.matrices.clone(), arrival.worker);
-                let rows = |range| Rows::others(matrices(), worker, arrival.place, range);
+                // SAFETY: as judged, the rows are a chunk of this lane that nobody reads yet.
+                let rows =
+                    |range| unsafe { Rows::others(matrices(), worker, arrival.place, range) };
                 if !arrival.blank.is_empty() {
                     rows(arrival.blank.clone()).room().fill(0);
                 }
@@ -322,7 +323,7 @@ impl PlanState {
             }
             Arriving::Rows(worker, rows) => {
                 // Everybody hears of a mark at one clock: when it is certain that its factors have come.
-                let heard = Clock(clock.0 + rows.matrices.layout.lead);
+                let heard = Clock(clock.0 + rows.lead());
                 self.board.note_marks(marks, heard);
                 if let Some(gathering) = &self.gathers[chunk.layer.index()]
                     && let Some(route) = gathering.matrices.layout.route(chunk.index)
@@ -498,7 +499,7 @@ impl PlanState {
     /// another worker's contribution was first.
     fn lend(&mut self, chunk: ChunkKey, now: Duration) -> Result<bool, Violation> {
         let Some(mut lent) = self.lent(chunk) else { return Ok(true) };
-        let header = contribution(self.me.node, chunk, &lent.range, &lent.exchange);
+        let header = contribution(self.me.node, chunk, lent.range(), lent.exchange());
         let Some(loan) = self.store.handle_loan(&header, now)? else { return Ok(false) };
         self.completed.extend(self.store.handle_contributed(loan, Some(lent.sum())));
         Ok(true)
@@ -506,7 +507,7 @@ impl PlanState {
 
     fn contribute_own(&mut self, chunk: ChunkKey, now: Duration) -> Result<(), Violation> {
         let Some(lent) = self.lent(chunk) else { return Ok(()) };
-        let header = contribution(self.me.node, chunk, &lent.range, &lent.exchange);
+        let header = contribution(self.me.node, chunk, lent.range(), lent.exchange());
         let mut sum = self.store.handle_push(&header, now)?;
         if header.length > 0 {
             self.store.handle_piece(&mut sum, lent.gradient(), None);
@@ -519,7 +520,9 @@ impl PlanState {
     fn lent(&self, chunk: ChunkKey) -> Option<Lent> {
         let exchange = self.exchanges[chunk.layer.index()].clone()?;
         let range = self.syncers[chunk.layer.index()].part(chunk.index)?.range.clone();
-        Some(Lent { exchange, range })
+        // SAFETY: the syncer's parts are the chunks of this lane. The exchange is here, so the layer
+        // is not reported done, which waits for all links. A slice of a `Lent` lives for one call.
+        Some(unsafe { Lent::new(exchange, range) })
     }
 
     /// The layer is done on this lane when all results are in place and no link reads its memory.
@@ -541,7 +544,8 @@ impl PlanState {
         let Some(gathering) = &mut self.gathers[layer.index()] else { return };
         let Gathering { gather, matrices, .. } = gathering;
         if let Some(lane) = matrices.layout.lanes().find(|lane| *lane == self.me.lane) {
-            matrices.note_gathered(lane, gather.gathered());
+            // SAFETY: they have landed, up to that clock, and the gather takes no more of them.
+            unsafe { matrices.note_gathered(lane, gather.gathered()) };
         }
         let done = gather.is_gathered() && self.unsent[layer.index()] == 0;
         if done && std::mem::take(&mut gathering.in_flight) {
@@ -573,7 +577,7 @@ fn fan_out(
 
 fn to_send(rows: &Rows) -> Payload {
     match rows.to_send() {
-        _ if rows.range.is_empty() => Payload::None,
+        _ if rows.is_empty() => Payload::None,
         Ok(region) => Payload::Region(region),
         Err(apart) => Payload::Shared(apart),
     }

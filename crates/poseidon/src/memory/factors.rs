@@ -74,14 +74,11 @@ pub(crate) struct FactorMatrices {
 
 /// Some rows of one of the matrices, or a last chunk that is too long for it, as the lane they
 /// belong to uses them.
-///
-/// Whoever makes `Rows` promises that `range` is a chunk of the calling lane, at a clock whose
-/// matrix is open to the lanes: see [`poseidon_core::factors::Gather`].
 #[derive(Debug)]
 pub(crate) struct Rows {
-    pub(crate) matrices: Arc<FactorMatrices>,
-    pub(crate) place: usize,
-    pub(crate) range: Range<usize>,
+    matrices: Arc<FactorMatrices>,
+    place: usize,
+    range: Range<usize>,
     /// The rows themselves, if they are a last chunk that is too long for the matrix.
     apart: Option<Block>,
 }
@@ -97,7 +94,11 @@ impl FactorMatrices {
     }
 
     /// `lane` has everybody's rows up to `clock`.
-    pub(crate) fn note_gathered(&self, lane: LaneId, clock: Clock) {
+    ///
+    /// # Safety
+    /// That is so, and the lane writes no more of them: the session reads the matrix of `clock`
+    /// now.
+    pub(crate) unsafe fn note_gathered(&self, lane: LaneId, clock: Clock) {
         self.gathered[lane.index()].store(clock.0, Ordering::Release);
     }
 
@@ -137,13 +138,16 @@ impl FactorMatrices {
     }
 
     /// Writes this worker's rows of `clock` and blanks the rest of its block. The caller has
-    /// checked the lengths and sends `clock` next: no lane reads or writes this block until then.
-    /// If there are more rows than the block has, the whole last chunk is kept apart as well,
-    /// because it goes out in one piece.
-    pub(crate) fn write_own(&self, me: NodeId, clock: Clock, parts: &[FactorBytes<'_>]) {
+    /// [counted](Self::count_rows) the rows. If there are more rows than the block has, the whole
+    /// last chunk is kept apart as well, because it goes out in one piece.
+    ///
+    /// # Safety
+    /// `me` is this worker, nobody else writes its rows meanwhile, and the last exchange that used
+    /// the place of `clock` is over. `clock` is sent after this: no lane reads or writes the block
+    /// until then.
+    pub(crate) unsafe fn write_own(&self, me: NodeId, clock: Clock, parts: &[FactorBytes<'_>]) {
         let (m, n, encoding) = (self.layout.m, self.layout.n, self.layout.encoding);
-        // SAFETY: the lanes touch a worker's own block only between its sending and the end of the
-        // exchange, and the last exchange that used this place is over.
+        // SAFETY: the caller's promise.
         let block =
             unsafe { self.places[self.layout.place(clock)].chunk_mut(self.layout.block(me)) };
         let rows = || {
@@ -279,7 +283,11 @@ fn zeroed(encoding: Encoding, len: usize) -> Buffer {
 
 impl Rows {
     /// This worker's own rows at `clock`, to be sent.
-    pub(crate) fn own(
+    ///
+    /// # Safety
+    /// `range` is a chunk of the calling lane. The session has written the rows of `clock`, and
+    /// writes to their place again only after the lane has reported that links have taken them.
+    pub(crate) unsafe fn own(
         matrices: Arc<FactorMatrices>,
         me: NodeId,
         clock: Clock,
@@ -293,7 +301,12 @@ impl Rows {
     }
 
     /// Room for rows of `sender`.
-    pub(crate) fn others(
+    ///
+    /// # Safety
+    /// `range` is a chunk of the calling lane in the block of `sender`, at a clock whose matrix is
+    /// open to the lanes: see [`poseidon_core::factors::Gather`]. The lane has no other `Rows` of
+    /// it that are still coming.
+    pub(crate) unsafe fn others(
         matrices: Arc<FactorMatrices>,
         sender: NodeId,
         place: usize,
@@ -302,6 +315,16 @@ impl Rows {
         let is_long = matrices.layout.placed(sender, &range) != range;
         let apart = is_long.then(|| Block::zeroed(matrices.layout.encoding, range.len()));
         Self { matrices, place, range, apart }
+    }
+
+    /// How many clocks may pass before it is certain that these rows have come everywhere.
+    pub(crate) fn lead(&self) -> u64 {
+        self.matrices.layout.lead
+    }
+
+    /// Whether there are none.
+    pub(crate) fn is_empty(&self) -> bool {
+        self.range.is_empty()
     }
 
     /// All rows of `sender` are here.

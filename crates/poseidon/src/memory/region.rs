@@ -7,7 +7,9 @@ use std::ptr::NonNull;
 ///
 /// An engine writes frames to links from regions, and reads frames from links into them. It lets go
 /// of a region when it has told the channel so (`sent`, `landed`), or before it reports that the
-/// channel has failed. Whoever makes a region promises that its memory is there until then.
+/// channel has failed. Whoever makes a region promises that its memory is there until then. A
+/// region can be copied, so it proves nothing: a channel promises which regions it gives an engine,
+/// and how long they are good (the engine's `Channel`).
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Region {
     start: NonNull<u8>,

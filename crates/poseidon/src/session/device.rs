@@ -18,7 +18,7 @@ use crate::{Buffer, Error, LayerId};
 use poseidon_core::wire::{Kind, Terms};
 use poseidon_core::{Clock, Encoding, Encodings, Epoch, LaneId, NodeId, copies};
 use poseidon_device::{
-    Cargo, Collected, Copier, Copy, Fault, Pinned, Registered, SharedEvent, Stream,
+    Cargo, Collected, Copier, Copy, Fault, Pinned, ProgramStream, Registered, SharedEvent, Stream,
 };
 use std::ops::Range;
 use std::sync::Arc;
@@ -84,7 +84,7 @@ impl Session {
         &self,
         layer: LayerId,
         values: OnDevice,
-        stream: u64,
+        stream: ProgramStream,
     ) -> Result<(), Error> {
         let mut state = self.state(layer)?;
         self.check_memory(layer, &values, self.parts.plan.encodings(layer).down)?;
@@ -101,7 +101,7 @@ impl Session {
         layer: LayerId,
         gradient: OnDevice,
         into: Option<OnDevice>,
-        stream: u64,
+        stream: ProgramStream,
     ) -> Result<(), Error> {
         let mut state = self.state(layer)?;
         let Encodings { up, down } = self.parts.plan.encodings(layer);
@@ -114,7 +114,7 @@ impl Session {
         let terms = self.check_push(layer, &state)?;
         let (clock, kind, destination) = (state.clock.next(), Kind::Push, None);
         self.carry(&mut state, layer, gradient, into, stream, |gradient, landings| {
-            let landings = Some(landings);
+            let (gradient, landings) = (gradient.into(), Some(landings));
             Exchange { layer, clock, kind, terms, gradient, destination, landings }
         })
     }
@@ -128,7 +128,7 @@ impl Session {
         layer: LayerId,
         parts: Vec<OnDevice>,
         into: OnDevice,
-        stream: u64,
+        stream: ProgramStream,
     ) -> Result<(), Error> {
         let (begin, mut state) = (self.parts.trace.now(), self.state(layer)?);
         let (matrices, clock, terms) = self.check_gather(layer, &state, &into)?;
@@ -156,7 +156,9 @@ impl Session {
         }
         let step = (clock, rows, terms);
         let cargo = FactorCargo::new(self, layer, &pinned, step, copies.len(), (parts, into));
-        self.order(layer, &copier, cargo, copies, stream, &arrived)?;
+        // SAFETY: the cargo keeps the parts, `into` and the matrices. The lanes are told of the
+        // clock when all copies have left.
+        unsafe { self.order(layer, &copier, cargo, copies, stream, &arrived)? };
         self.note_sent(&mut state, layer, InFlight::Gathered(clock), begin);
         Ok(())
     }
@@ -168,7 +170,7 @@ impl Session {
         layer: LayerId,
         parts: &[Factors<'_>],
         into: OnDevice,
-        stream: u64,
+        stream: ProgramStream,
     ) -> Result<(), Error> {
         let (begin, mut state) = (self.parts.trace.now(), self.state(layer)?);
         let (matrices, clock, terms) = self.check_gather(layer, &state, &into)?;
@@ -178,11 +180,14 @@ impl Session {
             .map_err(|why| Error::Factors { layer: self.name(layer), why })?;
         let copier = into.copier.clone();
         let (arrived, pinned) = self.pinned_matrices(layer, &mut state, &copier)?;
-        matrices.write_own(self.node.me, clock, &parts);
+        // SAFETY: the layer's state is locked, and the layer is not in flight: `check_gather` has
+        // seen it. The lanes hear of the clock from the cargo, later.
+        unsafe { matrices.write_own(self.node.me, clock, &parts) };
         let step = (clock, rows, terms);
         let mut cargo = FactorCargo::new(self, layer, &pinned, step, 0, (Vec::new(), into));
         cargo.is_written = true;
-        self.order(layer, &copier, cargo, Vec::new(), stream, &arrived)?;
+        // SAFETY: the cargo keeps `into` and the matrices; nothing is copied out.
+        unsafe { self.order(layer, &copier, cargo, Vec::new(), stream, &arrived)? };
         self.note_sent(&mut state, layer, InFlight::Gathered(clock), begin);
         Ok(())
     }
@@ -194,7 +199,7 @@ impl Session {
     pub fn receive_on_device(
         &self,
         layer: LayerId,
-        stream: u64,
+        stream: ProgramStream,
         interrupted: impl FnMut() -> bool,
     ) -> Result<Option<Vec<f32>>, Error> {
         self.check_receiver(layer, true)?;
@@ -219,7 +224,7 @@ impl Session {
         layer: LayerId,
         from: OnDevice,
         into: Option<OnDevice>,
-        stream: u64,
+        stream: ProgramStream,
         exchange: impl FnOnce(Buffer, Arc<Landings>) -> Exchange,
     ) -> Result<(), Error> {
         self.check_running()?;
@@ -244,21 +249,25 @@ impl Session {
             is_given_up: false,
             _lent: (from, into),
         };
-        self.order(layer, &copier, cargo, copies, stream, &arrived)?;
+        // SAFETY: the cargo keeps the stage and what was lent. Lanes touch the stage only after a
+        // piece has left.
+        unsafe { self.order(layer, &copier, cargo, copies, stream, &arrived)? };
         self.note_sent(state, layer, InFlight::Chunks(exchange), begin);
         Ok(())
     }
 
-    fn order(
+    /// # Safety
+    /// As for [`Copier::order`].
+    unsafe fn order(
         &self,
         layer: LayerId,
         copier: &Copier,
         cargo: impl Cargo + 'static,
         copies: Vec<Copy>,
-        stream: u64,
+        stream: ProgramStream,
         arrived: &SharedEvent,
     ) -> Result<(), Error> {
-        // SAFETY: the cargo keeps both ends; a stage is touched by lanes only after a piece has left.
+        // SAFETY: the caller's promise.
         let ordered =
             unsafe { copier.order(Box::new(cargo), copies, Stream::Program(stream), arrived) };
         ordered.map_err(|fault| self.device_fault(layer, &fault))

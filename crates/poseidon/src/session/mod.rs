@@ -281,9 +281,10 @@ impl Session {
                 // Lanes let go of an exchange before they report their part done.
                 let exchange =
                     Arc::into_inner(exchange).expect("a lane kept an exchange it reported done");
+                let gradient = exchange.gradient.into_buffer();
                 match exchange.destination {
-                    Some(result) => (result, Some(exchange.gradient), None),
-                    None => (exchange.gradient, None, None),
+                    Some(result) => (result.into_buffer(), Some(gradient), None),
+                    None => (gradient, None, None),
                 }
             }
             InFlight::Factors { values, rebuilt, .. } => (values, None, rebuilt),
@@ -360,9 +361,10 @@ impl Session {
         self.check_buffer(layer, what, result, down)?;
         let terms = self.check_push(layer, &state)?;
         let (clock, kind, landings) = (state.clock.next(), Kind::Push, None);
+        let (gradient, destination) = (gradient.into(), into.map(Into::into));
         self.dispatch(
             &mut state,
-            Exchange { layer, clock, kind, terms, gradient, destination: into, landings },
+            Exchange { layer, clock, kind, terms, gradient, destination, landings },
         )
     }
 

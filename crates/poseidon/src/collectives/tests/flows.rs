@@ -96,14 +96,14 @@ fn by_rank(hosts: &[usize]) -> Vec<u16> {
 
 /// Carries the frames of one operation, which every rank begins with its own request, until all are
 /// done. The dice say which link is next.
-fn carry(hosts: &[usize], racks: &[u16], requests: &[Request], dice: &mut Dice) -> Ports {
+fn carry(hosts: &[usize], racks: &[u16], requests: Vec<Request>, dice: &mut Dice) -> Ports {
     let host_of = by_rank(hosts);
     let size = host_of.len();
     let cluster = Cluster::new(size as u16, Servers::Colocated, 1).unwrap();
     let cluster = cluster.with_hosts(host_of.clone(), racks.to_vec()).unwrap();
     let mut links = Links::default();
     let mut operations = Vec::new();
-    for (rank, request) in requests.iter().enumerate() {
+    for (rank, request) in requests.into_iter().enumerate() {
         let nodes = (0..size as u16).map(NodeId).collect();
         let members = Members::new(&cluster, rank as u16, nodes, Vec::new()).unwrap();
         let start = Start {
@@ -216,7 +216,7 @@ fn all_operations(
     let (len, each_len) = (count * dtype.size(), each * dtype.size());
     let root = dice.below(size);
     let own = |rank: usize| values(rank, 0, count, dtype);
-    let mut run = |requests: Vec<Request>| carry(hosts, racks, &requests, dice);
+    let mut run = |requests: Vec<Request>| carry(hosts, racks, requests, dice);
     for &op in reductions.iter().filter(|op| op.applies_to(dtype)) {
         let expected = reduction(size, 0, count, dtype, op);
         let mut all: Vec<_> = (0..size).map(own).collect();
@@ -310,7 +310,7 @@ fn all_operations(
     run(outputs.iter_mut().enumerate().map(request).collect());
     assert_eq!(outputs, inputs);
 
-    run(vec![Request::Barrier; size]);
+    run((0..size).map(|_| Request::Barrier).collect());
 }
 
 #[test]
@@ -357,7 +357,7 @@ fn a_large_all_reduce_crosses_a_port_as_if_each_host_had_one_rank() {
         let op = ReduceOp::Sum;
         let request = |x: &mut Memory| Request::AllReduce { tensor: x.tensor(), op };
         let requests: Vec<_> = all.iter_mut().map(request).collect();
-        carry(hosts, &[], &requests, &mut Dice(5))
+        carry(hosts, &[], requests, &mut Dice(5))
     };
     assert_eq!(ports(&[4; 4]), ports(&[1; 4]));
     assert_eq!(ports(&[8; 2]), ports(&[1; 2]));
@@ -387,7 +387,7 @@ fn a_frame_that_takes_another_way_is_refused() {
             completion: Arc::new(Completion::new(Box::new(()))),
         };
         let request = Request::AllReduce { tensor: x.tensor(), op: ReduceOp::Sum };
-        Operation::begin(&request, start, &members.ways, |_, _| {})
+        Operation::begin(request, start, &members.ways, |_, _| {})
     };
     let mut x = values(2, 0, 40_000, Dtype::F32);
     let mut operation = begin(2, &mut x);

@@ -49,43 +49,38 @@ fn a_message_of_another_length_is_an_error_on_both_ends() {
 #[test]
 fn a_part_of_another_length_is_an_error_on_both_ends() {
     for (given, taken) in [(LONG, SHORT), (SHORT, LONG)] {
-        // What rank 0 gives, what rank 1 takes from it, and what is of the same length.
-        let [mut own, mut place] = [vec![7; given], vec![0; taken]];
-        let mut rest: Vec<Vec<u8>> = (0..5).map(|_| vec![1; SHORT]).collect();
-        let mut copy = vec![0; given];
-        let (own, place, copy) = (tensor(&mut own), tensor(&mut place), tensor(&mut copy));
-        let rest: Vec<Tensor> = rest.iter_mut().map(|values| tensor(values)).collect();
-        let [a, b, c, d, e] = rest[..] else { unreachable!("five were made") };
-        let op = ReduceOp::Sum;
-        let pairs = [
-            (
-                "all_gather",
-                Request::AllGather { input: own, outputs: vec![copy, a] },
-                Request::AllGather { input: b, outputs: vec![place, c] },
-            ),
-            (
-                "gather",
-                Request::Gather { input: own, outputs: Vec::new(), root: 1 },
-                Request::Gather { input: b, outputs: vec![place, c], root: 1 },
-            ),
-            (
-                "scatter",
-                Request::Scatter { inputs: vec![a, own], output: b, root: 0 },
-                Request::Scatter { inputs: Vec::new(), output: place, root: 0 },
-            ),
-            (
-                "all_to_all",
-                Request::AllToAll { inputs: vec![a, own], outputs: vec![b, c] },
-                Request::AllToAll { inputs: vec![d, e], outputs: vec![place, c] },
-            ),
-            (
-                "reduce_scatter",
-                Request::ReduceScatter { inputs: vec![a, own], output: b, op },
-                Request::ReduceScatter { inputs: vec![d, place], output: place, op },
-            ),
-        ];
-        for (operation, one, other) in pairs {
-            assert_both_lengths(&both_fail([one, other]), operation);
+        for operation in ["all_gather", "gather", "scatter", "all_to_all", "reduce_scatter"] {
+            // What rank 0 gives, what rank 1 takes from it, and what is of the same length.
+            let [mut own, mut copy] = [(); 2].map(|()| vec![7; given]);
+            let [mut place, mut sum] = [(); 2].map(|()| vec![0; taken]);
+            let mut rest = [(); 6].map(|()| vec![1; SHORT]);
+            let [own, copy] = [&mut own, &mut copy].map(|values| tensor(values));
+            let [place, sum] = [&mut place, &mut sum].map(|values| tensor(values));
+            let [a, b, c, d, e, f] = rest.each_mut().map(|values| tensor(values));
+            let op = ReduceOp::Sum;
+            let requests = match operation {
+                "all_gather" => [
+                    Request::AllGather { input: own, outputs: vec![copy, a] },
+                    Request::AllGather { input: b, outputs: vec![place, c] },
+                ],
+                "gather" => [
+                    Request::Gather { input: own, outputs: Vec::new(), root: 1 },
+                    Request::Gather { input: b, outputs: vec![place, c], root: 1 },
+                ],
+                "scatter" => [
+                    Request::Scatter { inputs: vec![a, own], output: b, root: 0 },
+                    Request::Scatter { inputs: Vec::new(), output: place, root: 0 },
+                ],
+                "all_to_all" => [
+                    Request::AllToAll { inputs: vec![a, own], outputs: vec![b, c] },
+                    Request::AllToAll { inputs: vec![d, e], outputs: vec![place, f] },
+                ],
+                _ => [
+                    Request::ReduceScatter { inputs: vec![a, own], output: b, op },
+                    Request::ReduceScatter { inputs: vec![d, place], output: sum, op },
+                ],
+            };
+            assert_both_lengths(&both_fail(requests), operation);
         }
     }
 }

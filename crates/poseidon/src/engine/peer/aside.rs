@@ -1,6 +1,6 @@
 //! Frames that nobody had asked for when they came, and what becomes of them later.
 
-use super::{Channels, Landing, Peer, State, put};
+use super::{Channels, Landing, Peer, State};
 use poseidon_core::wire::{Header, Kind};
 use std::time::Duration;
 
@@ -70,7 +70,8 @@ impl Peer {
                 None if header.kind == Kind::Abort => self.deliver_abort(&header, bytes, channels),
                 None => {}
                 Some(Landing::Assign { region, .. }) => {
-                    put(region, bytes);
+                    // SAFETY: the channel has just given the region for this payload.
+                    unsafe { region.bytes_mut() }.copy_from_slice(bytes);
                     channels.landed(header.channel, self.node);
                 }
                 Some(Landing::Combine { width }) => {

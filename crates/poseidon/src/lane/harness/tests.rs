@@ -245,7 +245,7 @@ fn a_close_that_arrives_with_the_last_bytes_is_noticed_at_once() {
 
     // Both workers contribute, the lane answers and is held there: it has read everything.
     let (layer, clock, kind) = (LayerId(0), Clock(1), Kind::Push);
-    let (gradient, destination) = (Buffer::from(vec![1.0]), None);
+    let (gradient, destination) = (Buffer::from(vec![1.0]).into(), None);
     board.begin(layer, 1);
     let (terms, landings) = (Terms::default(), None);
     let exchange = Exchange { layer, clock, kind, terms, gradient, destination, landings };

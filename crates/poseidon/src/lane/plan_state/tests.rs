@@ -40,7 +40,7 @@ fn exchange(clock: u64) -> Arc<Exchange> {
         clock: Clock(clock),
         kind: Kind::Push,
         terms: Terms::default(),
-        gradient: Buffer::zeroed(LEN),
+        gradient: Buffer::zeroed(LEN).into(),
         destination: None,
         landings: None,
     })
