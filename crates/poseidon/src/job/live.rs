@@ -277,7 +277,9 @@ impl LiveState {
             heard: now.at,
             end: None,
         });
-        if gone.end.replace(end).is_none() {
+        // The first end counts: connections close after goodbyes and last words.
+        if gone.end.is_none() {
+            gone.end = Some(end);
             self.note(level, words, now);
         }
     }
