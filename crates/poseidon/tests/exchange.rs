@@ -91,6 +91,9 @@ fn sums_are_exact_across_hosts_and_racks() {
         check(Layout { racks, ..Layout::hosts(&[2, 3, 1, 2]) }, false);
         check(Layout { racks, ..Layout::hosts(&[2, 3, 1, 2]) }, true);
     }
+    // So many hosts are in rows: two of eight, and of six, six and five.
+    check(Layout::hosts(&[1; 16]), true);
+    check(Layout::hosts(&[1; 17]), false);
     // A server beside workers, and one on a host of its own.
     let servers = Servers::Dedicated(2);
     check(Layout { servers, hosts: &[3, 3, 1], ..Layout::workers(5) }, false);
@@ -182,7 +185,11 @@ fn deterministic_sums_are_made_host_by_host_in_rank_order() {
         }
         Ok(results)
     };
-    for hosts in [&[16][..], &[4, 4, 4, 4], &[8, 8], &[3, 1, 4]] {
+    // Sixteen hosts are in two rows, and a row is added up as a host of eight ranks is.
+    let rows = Layout::hosts(&[1; 16]);
+    let layouts =
+        [&[16][..], &[4, 4, 4, 4], &[8, 8], &[3, 1, 4]].map(|hosts| (Layout::hosts(hosts), hosts));
+    for (layout, hosts) in layouts.into_iter().chain([(rows, &[8, 8][..])]) {
         let mut first = 0;
         let mut total: Option<Vec<f32>> = None;
         for &size in hosts {
@@ -197,9 +204,9 @@ fn deterministic_sums_are_made_host_by_host_in_rank_order() {
         }
         let workers = f32::from(first);
         let mean: Vec<f32> = total.unwrap().iter().map(|sum| sum * (1.0 / workers)).collect();
-        for results in Layout::hosts(hosts).run(describe, work) {
+        for results in layout.run(describe, work) {
             for result in results.unwrap() {
-                assert!(result == mean, "{hosts:?}");
+                assert!(result == mean, "{layout:?}");
             }
         }
     }

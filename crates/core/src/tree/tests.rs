@@ -95,6 +95,30 @@ fn all_collectors_of_a_rack_are_senders() {
     assert_eq!(tree.senders(NodeId(4)), nodes(&[0, 1, 2, 3]));
 }
 
+/// Rows cost no port a byte: streams come in as they would without rows, from fewer nodes.
+#[test]
+fn a_port_carries_as_much_with_rows() {
+    for hosts in 16..40 {
+        let cluster = Cluster::new(hosts, Servers::Colocated, 1).unwrap().in_rows();
+        let tree = Tree::new(&cluster);
+        let turns = 24;
+        let mut most = 0;
+        for node in cluster.node_ids() {
+            let routes = (0..hosts).flat_map(|root| (0..turns).map(move |turn| route(root, turn)));
+            let streams = |route| {
+                tree.children(node, route).len() + usize::from(tree.parent(node, route).is_some())
+            };
+            most = most.max(routes.map(streams).sum());
+            assert!(tree.senders(node).len() < usize::from(hosts - 1) * 3 / 4);
+        }
+        let flat = 2 * usize::from(hosts - 1) * turns as usize;
+        match hosts.is_multiple_of(8) {
+            true => assert_eq!(most, flat, "{hosts} hosts"),
+            false => assert!(most * 100 <= flat * 105, "{hosts} hosts: {most} of {flat}"),
+        }
+    }
+}
+
 #[test]
 fn sums_are_in_the_order_of_ranks() {
     let tree = tree(&[2, 2, 1], &[]);
