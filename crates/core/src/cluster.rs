@@ -372,7 +372,7 @@ mod tests {
     #[test]
     fn many_hosts_are_in_rows_of_about_eight() {
         let of = |hosts| rows(Cluster::new(hosts, Servers::Colocated, 1).unwrap());
-        assert_eq!(of(15), []);
+        assert_eq!(of(15), [0; 0]);
         assert_eq!(of(16), [8, 8]);
         assert_eq!(of(17), [6, 6, 5]);
         assert_eq!(of(32), [8; 4]);
@@ -389,12 +389,12 @@ mod tests {
         let racks = (0..16).map(|host| host / 4).collect();
         let named = plain.clone().with_hosts(Vec::new(), racks).unwrap();
         assert_eq!(rows(named), [4; 4]);
-        assert_eq!(rows(Cluster::new(16, Servers::Dedicated(4), 1).unwrap()), []);
+        assert_eq!(rows(Cluster::new(16, Servers::Dedicated(4), 1).unwrap()), [0; 0]);
         let port = |number| {
             let mbit = if number == 3 { 100 } else { 1000 };
             Port { number, rate: Rate::new(mbit * 1_000_000).unwrap() }
         };
-        assert_eq!(rows(plain.clone().with_ports((0..16).map(port).collect()).unwrap()), []);
+        assert_eq!(rows(plain.clone().with_ports((0..16).map(port).collect()).unwrap()), [0; 0]);
         let equal = (0..16).map(|number| Port { number, ..port(0) }).collect();
         assert_eq!(rows(plain.with_ports(equal).unwrap()), [8, 8]);
     }
