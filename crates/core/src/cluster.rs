@@ -144,8 +144,9 @@ impl Cluster {
     /// Sums pass through a row as they pass through a rack: one host of each row collects from the
     /// others, and every host does so for its part of the chunks. A port carries as many bytes as
     /// without rows, but it hears fewer nodes, so each of them has a larger part of its budget
-    /// (ADR 0033). There are no rows where somebody has named racks, where servers are dedicated, and
-    /// where ports differ: there the slowest port would be everybody's.
+    /// (ADR 0033). All rows have as many hosts: otherwise collectors take turns, and a port hears
+    /// everybody again. There are no rows where somebody has named racks, where servers are dedicated,
+    /// and where ports differ: there the slowest port would be everybody's.
     pub fn in_rows(self) -> Self {
         let hosts = self.hosts.iter().max().map_or(self.nodes(), |last| usize::from(*last) + 1);
         let mut rates = self.ports.iter().map(|port| port.rate);
@@ -155,11 +156,10 @@ impl Cluster {
         if named || differ || self.servers != Servers::Colocated || hosts < LEAST_IN_ROWS {
             return self;
         }
-        // As many rows as hosts in a row, at most: then a port hears the fewest.
-        let rows = hosts.div_ceil(MOST_IN_ROW).min(hosts.isqrt());
-        // Rows differ by one host at most.
-        let racks = (0..hosts).map(|host| (host * rows / hosts) as u16).collect();
-        Self { racks, ..self }
+        let best = BEST_IN_ROW.max(hosts.isqrt());
+        let sizes = (best / 2..=best * 2).filter(|size| hosts.is_multiple_of(*size));
+        let Some(in_row) = sizes.min_by_key(|size| size.abs_diff(best)) else { return self };
+        Self { racks: (0..hosts).map(|host| (host / in_row) as u16).collect(), ..self }
     }
 
     /// The same nodes as if each had a host of its own.
@@ -289,8 +289,9 @@ impl TryFrom<Unchecked> for Cluster {
 /// Fewer hosts than this hear each other without rows: the way of a sum would be longer, and the
 /// windows are large enough.
 const LEAST_IN_ROWS: usize = 16;
-/// Of rows of 4, 6 and 8 hosts, rows of 8 were fastest with 10 MB. More than 64 hosts have longer ones.
-const MOST_IN_ROW: usize = 8;
+/// Of rows of 4, 6 and 8 hosts, rows of 8 were fastest with 10 MB. More than 64 hosts have longer ones:
+/// a port hears the fewest if there are as many rows as hosts in a row.
+const BEST_IN_ROW: usize = 8;
 
 /// How many different `numbers` there are. An error unless there are `of` numbers, and each new one
 /// is the next.
@@ -374,8 +375,12 @@ mod tests {
         let of = |hosts| rows(Cluster::new(hosts, Servers::Colocated, 1).unwrap());
         assert_eq!(of(15), [0; 0]);
         assert_eq!(of(16), [8, 8]);
-        assert_eq!(of(17), [6, 6, 5]);
+        assert_eq!(of(17), [0; 0]);
+        assert_eq!(of(18), [9; 2]);
+        assert_eq!(of(20), [10; 2]);
+        assert_eq!(of(28), [7; 4]);
         assert_eq!(of(32), [8; 4]);
+        assert_eq!(of(34), [0; 0]);
         assert_eq!(of(100), [10; 10]);
         // Two workers a host: rows are of hosts.
         let hosts = (0..32).map(|node| node / 2).collect();

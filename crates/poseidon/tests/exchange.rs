@@ -91,9 +91,9 @@ fn sums_are_exact_across_hosts_and_racks() {
         check(Layout { racks, ..Layout::hosts(&[2, 3, 1, 2]) }, false);
         check(Layout { racks, ..Layout::hosts(&[2, 3, 1, 2]) }, true);
     }
-    // So many hosts are in rows: two of eight, and of six, six and five.
+    // So many hosts are in rows: two of eight, and two of nine with two workers on some hosts.
     check(Layout::hosts(&[1; 16]), true);
-    check(Layout::hosts(&[1; 17]), false);
+    check(Layout::hosts(&[2, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 2]), false);
     // A server beside workers, and one on a host of its own.
     let servers = Servers::Dedicated(2);
     check(Layout { servers, hosts: &[3, 3, 1], ..Layout::workers(5) }, false);
