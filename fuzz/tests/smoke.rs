@@ -13,9 +13,7 @@ use poseidon_core::{
     Job, JobId, LaneId, Layer, LayerId, LayerKind, NodeFacts, NodeId, Optimizer, Policy, ReduceOp,
     Servers,
 };
-use poseidon_fuzz::{
-    CLUSTER, Outcome, book, checkpoint, control, handshake, header, join, router,
-};
+use poseidon_fuzz::{CLUSTER, Outcome, book, checkpoint, control, handshake, header, join, router};
 use serde_json::json;
 use std::collections::BTreeMap;
 use std::time::SystemTime;

@@ -189,6 +189,10 @@ pub struct Reception {
 
 /// What a [`Reception`] makes of the bytes that have come.
 #[derive(Debug)]
+#[expect(
+    clippy::large_enum_variant,
+    reason = "there is one per connection, and it is taken apart at once"
+)]
 pub enum Heard {
     /// The message is not all there.
     Nothing,

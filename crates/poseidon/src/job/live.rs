@@ -1,7 +1,7 @@
 //! What a running job does, as `live` tells it (ADR 0029).
 //!
 //! Nodes tell the coordinator about once a second what they have counted so far: a
-//! [`NodeSummary`], which has at most so many bytes. [`LiveState`] keeps the last few of each node,
+//! `NodeSummary`, which has at most so many bytes. `LiveState` keeps the last few of each node,
 //! and makes a [`LiveJob`] of them when somebody asks. A job of weeks takes no more memory than one
 //! of minutes. Terminals, pages and metrics show this one answer.
 

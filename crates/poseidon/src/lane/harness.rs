@@ -270,7 +270,7 @@ impl World {
                 for lane in world.cluster.lane_ids() {
                     let (clock, shape) = (world.clock.clone(), world.dice.shape());
                     let (to_b, to_a, faults): (Box<dyn Link>, Box<dyn Link>, _) =
-                        if setup.seed % 2 == 0 {
+                        if setup.seed.is_multiple_of(2) {
                             let (to_b, to_a) = tagged_pair(clock, shape);
                             let faults = to_b.faults();
                             (Box::new(to_b), Box::new(to_a), faults)
