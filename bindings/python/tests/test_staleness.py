@@ -20,7 +20,9 @@ def wrapped(rule, sync, scheme, device="cpu", hidden=6):
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(12, hidden), nn.BatchNorm1d(hidden), nn.Linear(hidden, 4)).to(device)
     model = psd.DistributedDataParallel(net, update="server", sync=sync, scheme=scheme)
-    settings = dict(lr=0.05, momentum=0.9) if rule == "momentum" else dict(lr=0.05)
+    # A wide net goes astray with the rate of a narrow one.
+    rate = dict(lr=0.3 / hidden)
+    settings = dict(rate, momentum=0.9) if rule == "momentum" else rate
     return model, (psd.AdamW if rule == "adamw" else psd.SGD)(model.parameters(), **settings)
 
 

@@ -20,7 +20,8 @@ fn a_report_for_every_size() {
     // Two thirds of the gradients to the others, and two thirds of the sums.
     let sent = reports[0]["bytes_sent_per_node"].as_f64().unwrap();
     let payload = 4.0 / 3.0 * f64::from(3 << 20);
-    assert!(sent > payload && sent < 1.1 * payload, "{sent}");
+    // Results of the exchange before the first may be counted: they are a quarter more at most.
+    assert!(sent > payload && sent < 1.3 * payload, "{sent}");
 }
 
 /// Workers check every result, so a run that ends well has exchanged the right sums.

@@ -3,6 +3,8 @@
 mod trial;
 
 use rustix::process::Signal;
+use std::thread;
+use std::time::{Duration, Instant};
 use trial::{Trial, kill};
 
 const TASK: &str = "--model small.toml --batch 6 --workers 4 --test end --lr 0.01";
@@ -66,6 +68,13 @@ fn a_job_ends_at_the_next_step_that_all_workers_agree_on_and_not_with_the_epoch(
         let endless = "--steps 1000000 --compute 200ms --checkpoint saved --every 4";
         let mut job = trial.start(&format!("{TASK} {how} {endless}"));
         job.wait_for("small.toml on");
+        // Workers that have not begun end without a step.
+        let first = trial.path("saved/step-000000000004/manifest.json");
+        let deadline = Instant::now() + Duration::from_secs(60);
+        while !first.exists() {
+            assert!(Instant::now() < deadline, "{how}: no checkpoint after a minute");
+            thread::sleep(Duration::from_millis(20));
+        }
         kill(job.pid(), Signal::TERM);
         let run = job.finish();
         assert_eq!(run.status.code(), Some(128 + Signal::TERM.as_raw()), "{run:?}");
