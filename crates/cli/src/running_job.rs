@@ -44,30 +44,29 @@ impl RunningJob {
         let is_named = self.cluster.is_some() || std::env::var_os(NAME).is_some();
         let is_told = std::env::var_os("POSEIDON_SECRET").is_some() || self.cluster.is_some();
         if config.coordinator.ends_with(":0") || !(is_told || Config::is_launched()) {
-            let here = jobs_here();
-            match (self.coordinator, &here[..]) {
-                (Some(address), here) => {
-                    // The job's own process knows its secret; without one, the user's is tried.
-                    let job = here.iter().find(|job| job.coordinator == address);
-                    config = job.unwrap_or(&config).clone();
-                }
-                (None, [job]) => config = job.clone(),
-                (None, []) if config.coordinator.ends_with(":0") => bail!(
-                    "no job of yours runs on this machine: give --coordinator HOST:PORT and the job's \
-                     POSEIDON_SECRET, or run inside a job's environment"
-                ),
-                (None, []) => {}
-                (None, several) => {
-                    let words = |job: &Config| {
-                        format!("  {}  {}, {} workers", job.coordinator, job.cluster, job.workers)
-                    };
-                    let all: Vec<_> = several.iter().map(words).collect();
-                    bail!(
-                        "several jobs run here; say which, with --coordinator:\n{}",
-                        all.join("\n")
-                    );
-                }
+            // The job's own process knows its name and its secret.
+            let asked = |job: &Config| {
+                self.coordinator.as_ref().is_none_or(|address| job.coordinator == *address)
+            };
+            let mut here: Vec<Config> = jobs_here().into_iter().filter(asked).collect();
+            // Two jobs that give one address as theirs: one of them is gone.
+            here.truncate(if self.coordinator.is_some() { 1 } else { here.len() });
+            if here.len() > 1 {
+                let words = |job: &Config| {
+                    format!("  {}  {}, {} workers", job.coordinator, job.cluster, job.workers)
+                };
+                let all: Vec<_> = here.iter().map(words).collect();
+                bail!("several jobs run here; say which, with --coordinator:\n{}", all.join("\n"));
             }
+            if let Some(config) = here.pop() {
+                return Ok(Coordinator { config, patience });
+            }
+        }
+        if config.coordinator.ends_with(":0") {
+            bail!(
+                "no job of yours runs on this machine: give --coordinator HOST:PORT and the job's \
+                 POSEIDON_SECRET, or run inside a job's environment"
+            );
         }
         if !(is_named || Config::is_launched()) {
             // It may have any of several names: the coordinator knows. If none of them is the job's, its

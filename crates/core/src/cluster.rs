@@ -21,6 +21,9 @@ pub struct Cluster {
     /// By host: the number of its rack; empty if all are in one rack.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     racks: Vec<u16>,
+    /// Whether hosts are in a ring.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    ring: bool,
 }
 
 /// What a node does. Every node does at least one of the two.
@@ -81,6 +84,9 @@ pub enum ClusterError {
         /// Their numbers.
         got: Vec<u16>,
     },
+    /// The hosts cannot be in a ring.
+    #[error("a ring needs three hosts or more, a server on every worker, equal ports and no racks")]
+    Ring,
     /// Ports are numbered in the order of their first nodes, and a port has one rate.
     #[error("node {node} has port {number} of {rate}, which does not follow from the nodes before")]
     Port {
@@ -116,7 +122,7 @@ impl Cluster {
             return Err(ClusterError::TooManyNodes(nodes));
         }
         let (ports, hosts, racks) = (Vec::new(), Vec::new(), Vec::new());
-        Ok(Self { workers, servers, lanes, ports, hosts, racks })
+        Ok(Self { workers, servers, lanes, ports, hosts, racks, ring: false })
     }
 
     /// The same cluster with another number of lanes.
@@ -139,32 +145,33 @@ impl Cluster {
         Ok(Self { hosts, racks, ..self })
     }
 
-    /// The same cluster with its hosts in rows, where that spares connections.
+    /// The same cluster with its hosts in a ring, where that can be.
     ///
-    /// Sums pass through a row as they pass through a rack: one host of each row collects from the
-    /// others, and every host does so for its part of the chunks. A port carries as many bytes as
-    /// without rows, but it hears fewer nodes, so each of them has a larger part of its budget
-    /// (ADR 0033). All rows have as many hosts: otherwise collectors take turns, and a port hears
-    /// everybody again. There are no rows where somebody has named racks, where servers are dedicated,
-    /// and where ports differ: there the slowest port would be everybody's.
-    pub fn in_rows(self) -> Self {
+    /// The sum of a large layer's chunk then goes from each host to the next one, round the ring to
+    /// the host that holds the chunk, and its result goes back the same way. A port carries as many
+    /// bytes as without a ring. But it hears two neighbours instead of everybody, so what is under way
+    /// to it fits the queue of any switch, in large pieces (ADR 0034).
+    ///
+    /// There is no ring of fewer than three hosts, where somebody has named racks, where servers are
+    /// dedicated, and where ports differ: there the slowest port would be everybody's.
+    pub fn in_a_ring(self) -> Self {
         let hosts = self.hosts.iter().max().map_or(self.nodes(), |last| usize::from(*last) + 1);
         let mut rates = self.ports.iter().map(|port| port.rate);
         let first = rates.next();
         let differ = rates.any(|rate| Some(rate) != first);
         let named = !self.racks.is_empty();
-        if named || differ || self.servers != Servers::Colocated || hosts < LEAST_IN_ROWS {
-            return self;
-        }
-        let best = BEST_IN_ROW.max(hosts.isqrt());
-        let sizes = (best / 2..=best * 2).filter(|size| hosts.is_multiple_of(*size));
-        let Some(in_row) = sizes.min_by_key(|size| size.abs_diff(best)) else { return self };
-        Self { racks: (0..hosts).map(|host| (host / in_row) as u16).collect(), ..self }
+        let ring = hosts >= 3 && !named && !differ && self.servers == Servers::Colocated;
+        Self { ring, ..self }
+    }
+
+    /// Whether hosts are in a ring.
+    pub fn is_ring(&self) -> bool {
+        self.ring
     }
 
     /// The same nodes as if each had a host of its own.
     pub fn apart(self) -> Self {
-        Self { hosts: Vec::new(), racks: Vec::new(), ..self }
+        Self { hosts: Vec::new(), racks: Vec::new(), ring: false, ..self }
     }
 
     /// The nodes' hosts, by node. Empty if every node has a host of its own.
@@ -275,23 +282,23 @@ struct Unchecked {
     hosts: Vec<u16>,
     #[serde(default)]
     racks: Vec<u16>,
+    #[serde(default)]
+    ring: bool,
 }
 
 impl TryFrom<Unchecked> for Cluster {
     type Error = ClusterError;
 
     fn try_from(cluster: Unchecked) -> Result<Self, ClusterError> {
-        let Unchecked { workers, servers, lanes, ports, hosts, racks } = cluster;
-        Self::new(workers, servers, lanes)?.with_ports(ports)?.with_hosts(hosts, racks)
+        let Unchecked { workers, servers, lanes, ports, hosts, racks, ring } = cluster;
+        let cluster = Self::new(workers, servers, lanes)?.with_ports(ports)?;
+        let cluster = cluster.with_hosts(hosts, racks)?;
+        match ring {
+            true => Some(cluster.in_a_ring()).filter(Self::is_ring).ok_or(ClusterError::Ring),
+            false => Ok(cluster),
+        }
     }
 }
-
-/// Fewer hosts than this hear each other without rows: the way of a sum would be longer, and the
-/// windows are large enough.
-const LEAST_IN_ROWS: usize = 16;
-/// Of rows of 4, 6 and 8 hosts, rows of 8 were fastest with 10 MB. More than 64 hosts have longer ones:
-/// a port hears the fewest if there are as many rows as hosts in a row.
-const BEST_IN_ROW: usize = 8;
 
 /// How many different `numbers` there are. An error unless there are `of` numbers, and each new one
 /// is the next.
@@ -363,45 +370,32 @@ impl TryFrom<String> for Servers {
 mod tests {
     use super::*;
 
-    /// Hosts in each row. Empty if there are no rows.
-    fn rows(cluster: Cluster) -> Vec<usize> {
-        let racks = cluster.in_rows().racks;
-        let last = racks.last().map_or(0, |last| last + 1);
-        (0..last).map(|row| racks.iter().filter(|of| **of == row).count()).collect()
-    }
-
     #[test]
-    fn many_hosts_are_in_rows_of_about_eight() {
-        let of = |hosts| rows(Cluster::new(hosts, Servers::Colocated, 1).unwrap());
-        assert_eq!(of(15), [0; 0]);
-        assert_eq!(of(16), [8, 8]);
-        assert_eq!(of(17), [0; 0]);
-        assert_eq!(of(18), [9; 2]);
-        assert_eq!(of(20), [10; 2]);
-        assert_eq!(of(28), [7; 4]);
-        assert_eq!(of(32), [8; 4]);
-        assert_eq!(of(34), [0; 0]);
-        assert_eq!(of(100), [10; 10]);
-        // Two workers a host: rows are of hosts.
-        let hosts = (0..32).map(|node| node / 2).collect();
-        let pairs = Cluster::new(32, Servers::Colocated, 1).unwrap().with_hosts(hosts, Vec::new());
-        assert_eq!(rows(pairs.unwrap()), [8, 8]);
-    }
-
-    #[test]
-    fn no_rows_where_they_would_be_in_the_way() {
-        let plain = Cluster::new(16, Servers::Colocated, 1).unwrap();
-        let racks = (0..16).map(|host| host / 4).collect();
-        let named = plain.clone().with_hosts(Vec::new(), racks).unwrap();
-        assert_eq!(rows(named), [4; 4]);
-        assert_eq!(rows(Cluster::new(16, Servers::Dedicated(4), 1).unwrap()), [0; 0]);
+    fn three_equal_hosts_or_more_are_in_a_ring() {
+        let ring = |cluster: Cluster| cluster.in_a_ring().is_ring();
+        let of = |hosts| Cluster::new(hosts, Servers::Colocated, 1).unwrap();
+        assert_eq!([1, 2, 3, 32].map(|hosts| ring(of(hosts))), [false, false, true, true]);
+        // Four workers on two hosts.
+        assert!(!ring(of(4).with_hosts(vec![0, 0, 1, 1], Vec::new()).unwrap()));
+        let named = of(4).with_hosts(Vec::new(), vec![0, 0, 1, 1]).unwrap();
+        assert!(!ring(named));
+        assert!(!ring(Cluster::new(4, Servers::Dedicated(4), 1).unwrap()));
         let port = |number| {
             let mbit = if number == 3 { 100 } else { 1000 };
             Port { number, rate: Rate::new(mbit * 1_000_000).unwrap() }
         };
-        assert_eq!(rows(plain.clone().with_ports((0..16).map(port).collect()).unwrap()), [0; 0]);
-        let equal = (0..16).map(|number| Port { number, ..port(0) }).collect();
-        assert_eq!(rows(plain.with_ports(equal).unwrap()), [8, 8]);
+        assert!(!ring(of(4).with_ports((0..4).map(port).collect()).unwrap()));
+        let equal = (0..4).map(|number| Port { number, ..port(0) }).collect();
+        assert!(ring(of(4).with_ports(equal).unwrap()));
+    }
+
+    #[test]
+    fn a_ring_that_cannot_be_is_refused() {
+        let ring = Cluster::new(3, Servers::Colocated, 1).unwrap().in_a_ring();
+        let text = serde_json::to_string(&ring).unwrap();
+        assert_eq!(serde_json::from_str::<Cluster>(&text).unwrap(), ring);
+        let two = serde_json::from_str::<Cluster>(&text.replace("3", "2"));
+        assert!(two.unwrap_err().to_string().contains("three hosts"));
     }
 
     #[test]

@@ -49,6 +49,10 @@ pub struct Layout {
     lanes: u16,
     /// The lane of the first chunk.
     first_lane: u16,
+    /// Whether hosts are in a ring.
+    has_ring: bool,
+    /// Whether chunks go round the ring of hosts: they are large enough for the way.
+    ring: bool,
 }
 
 impl Layout {
@@ -63,8 +67,20 @@ impl Layout {
     ) -> Self {
         let (workers, lanes) = (cluster.workers(), cluster.lanes());
         let (encoding, chunk_rows, first_lane) = (Encoding::F32, 1, first_lane % lanes);
-        let lead = 0;
-        let layout = Self { m, n, batch, workers, encoding, lead, chunk_rows, lanes, first_lane };
+        let (lead, has_ring, ring) = (0, cluster.is_ring(), false);
+        let layout = Self {
+            m,
+            n,
+            batch,
+            workers,
+            encoding,
+            lead,
+            chunk_rows,
+            lanes,
+            first_lane,
+            has_ring,
+            ring,
+        };
         layout.encoded(encoding, size)
     }
 
@@ -73,7 +89,9 @@ impl Layout {
         let row = encoding.bytes(self.width().max(1));
         let fit = |bytes: usize| (bytes / row).max(1);
         let spread = self.batch.div_ceil(self.lanes.into());
-        Self { encoding, chunk_rows: spread.clamp(fit(size.min), fit(size.max)), ..self }
+        let chunk_rows = spread.clamp(fit(size.min), fit(size.max));
+        let ring = self.has_ring && self.batch * row >= size.min;
+        Self { encoding, chunk_rows, ring, ..self }
     }
 
     /// How many matrices there are, used in turn.
@@ -148,7 +166,7 @@ impl Layout {
     pub fn route(&self, wire_index: u32) -> Option<Route> {
         let worker = wire_index.checked_div(self.chunks())?;
         let root = u16::try_from(worker).ok().filter(|w| usize::from(*w) < self.workers)?;
-        Some(Route { root: NodeId(root), turn: wire_index % self.chunks() })
+        Some(self.route_of(NodeId(root), wire_index % self.chunks()))
     }
 
     /// The ways of all workers' chunks, and how many numbers each has when batches are full.
@@ -156,8 +174,13 @@ impl Layout {
         let all = (0..self.workers as u16).flat_map(|w| (0..self.chunks()).map(move |i| (w, i)));
         all.map(|(worker, turn)| {
             let root = NodeId(worker);
-            (Route { root, turn }, self.chunk(root, turn, self.batch).len())
+            (self.route_of(root, turn), self.chunk(root, turn, self.batch).len())
         })
+    }
+
+    /// The way of a worker's chunk `turn`.
+    fn route_of(&self, root: NodeId, turn: u32) -> Route {
+        Route { root, turn, ring: self.ring }
     }
 
     /// The lane that carries chunk `index` of any worker.
@@ -294,7 +317,7 @@ impl Gather {
             return Err(Violation::WrongKind);
         }
         let route = self.layout.route(header.chunk.index).ok_or(Violation::UnknownChunk)?;
-        let Route { root: worker, turn: index } = route;
+        let Route { root: worker, turn: index, .. } = route;
         let slot = self.slot(worker, index).ok_or(Violation::UnknownChunk)?;
         // This worker's own factors never come back to it.
         let expected = tree.parent(self.me, route).ok_or(Violation::NotAWorker(worker))?;

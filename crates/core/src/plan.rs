@@ -102,6 +102,8 @@ struct LayerPlan {
     shards: Vec<Shard>,
     /// By chunk: its [turn](Route::turn). Empty if the tree is flat: then turns change nothing.
     turns: Vec<u32>,
+    /// Whether it goes round the ring of hosts. Small layers do not: the way would be long for little.
+    ring: bool,
 }
 
 impl Plan {
@@ -147,7 +149,8 @@ impl Plan {
             };
             let (encodings, chunks) = (layer.encodings(), Chunks::whole(layer.len));
             let (shards, turns) = (Vec::new(), Vec::new());
-            plans.push(LayerPlan { choice, encodings, factors, chunks, shards, turns });
+            let ring = false;
+            plans.push(LayerPlan { choice, encodings, factors, chunks, shards, turns, ring });
             placements.push(placement);
         }
         // Each kind of traffic is balanced by itself: what goes by factors says nothing about the
@@ -221,7 +224,8 @@ impl Plan {
         match self.factors(layer) {
             Some(layout) => {
                 // Factors that are not this node's own pass through it only in a tree.
-                let passes = |route: Route| !self.tree.is_flat() || route.root == node;
+                let passes =
+                    |route: Route| !self.tree.is_flat() || route.ring || route.root == node;
                 let ways = layout.routes().filter(|(route, _)| passes(*route));
                 ways.map(|(route, len)| self.tree.children(node, route).len() * up.bytes(len)).sum()
             }
@@ -262,7 +266,7 @@ impl Plan {
         let layer = self.layers.get(chunk.layer.index())?;
         let at = chunk.index as usize;
         let turn = layer.turns.get(at).copied().unwrap_or(0);
-        Some(Route { root: layer.shards.get(at)?.node, turn })
+        Some(Route { root: layer.shards.get(at)?.node, turn, ring: layer.ring })
     }
 
     /// The chunks of `layer` and their shards, in order.
@@ -355,7 +359,7 @@ impl Weighted {
     }
 }
 
-/// Large layers are dealt out in equal chunks. Small ones are laid end to end, and the line is cut
+/// Large layers are dealt out in equal chunks, and go round the ring of hosts if there is one. Small ones are laid end to end, and the line is cut
 /// into shares: as many as there are shards, or as are worth a frame.
 fn place_evenly(cluster: &Cluster, layers: Vec<(&mut LayerPlan, usize)>, size: ChunkSize) {
     let mut weighted = Weighted::new(cluster);
@@ -368,6 +372,7 @@ fn place_evenly(cluster: &Cluster, layers: Vec<(&mut LayerPlan, usize)>, size: C
         };
         plan.shards = weighted.deal(&chunks, width);
         plan.chunks = chunks;
+        plan.ring = cluster.is_ring();
     }
     // In bytes: elements of layers that lie beside each other may have other widths.
     let total: usize = small.iter().map(|(_, len, width)| len * width).sum();

@@ -7,6 +7,10 @@
 //! none has more work than another. A rack is the same one level up: one of its hosts' collectors
 //! collects from the others.
 //!
+//! Where hosts are in a ring, a chunk of a large layer goes from each host to the next instead, and
+//! each adds what its workers contribute. That is the same one more time: a host collects from the
+//! host after it.
+//!
 //! So the way of a chunk is a tree. Its root is the server that holds the chunk. Factors go the other
 //! way, from the worker whose factors they are, which then is the root.
 
@@ -19,7 +23,8 @@ pub struct Tree {
     host_of: Vec<u16>,
     hosts: Vec<Host>,
     racks: Vec<Rack>,
-    workers: usize,
+    /// By host: workers of the hosts before it. One more entry at the end: all workers.
+    before: Vec<usize>,
 }
 
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -44,6 +49,8 @@ pub struct Route {
     /// Spreads the chunks of a root over the collectors of each host: the number of the chunk among
     /// them.
     pub turn: u32,
+    /// Whether it goes round the ring of hosts instead of straight to the root's host.
+    pub ring: bool,
 }
 
 /// What a node adds up for a chunk, and in which order if the order counts.
@@ -91,12 +98,16 @@ impl Tree {
             rack.hosts.push(number);
             rack.working.extend((!host.workers.is_empty()).then_some(number));
         }
-        Self { host_of, hosts, racks, workers: cluster.workers() }
+        let mut before = vec![0];
+        for host in &hosts {
+            before.push(before[before.len() - 1] + host.workers.len());
+        }
+        Self { host_of, hosts, racks, before }
     }
 
     /// Number of workers.
     pub fn workers(&self) -> usize {
-        self.workers
+        self.before[self.hosts.len()]
     }
 
     /// The workers of every host, by host. A host of servers has none.
@@ -114,7 +125,8 @@ impl Tree {
         self.hosts[usize::from(host)].rack
     }
 
-    /// Whether every contribution goes straight to its root, and every result straight back.
+    /// Whether every contribution goes straight to its root, and every result straight back, but for
+    /// those that go round a ring.
     pub fn is_flat(&self) -> bool {
         let one_host = self.hosts.len() == 1;
         let one_rack = self.racks.len() == 1;
@@ -133,25 +145,28 @@ impl Tree {
         if collector.is_some_and(|collector| collector != node) {
             return collector;
         }
-        let (rack, to) = (self.rack(host), self.rack(to));
-        let collector = self.collector_of_rack(rack, route).filter(|_| rack != to);
-        Some(collector.filter(|collector| *collector != node).unwrap_or(route.root))
+        let above = if host == to { to } else { self.host_above(host, route) };
+        match above == to {
+            true => Some(route.root),
+            false => self.collector(above, route),
+        }
     }
 
     /// Whether contributions of workers end at `node`, or stop over there: it is the root, or it
     /// collects for others than itself.
     pub fn collects(&self, node: NodeId, route: Route) -> bool {
         let (host, to) = (self.host(node), self.host(route.root));
-        let of_host = || {
-            let alone = self.hosts[usize::from(host)].workers.len() == 1;
-            !alone && host != to && self.collector(host, route) == Some(node)
+        let leads = || host != to && self.collector(host, route) == Some(node);
+        let alone = || self.hosts[usize::from(host)].workers.len() == 1;
+        let last = || match route.ring {
+            true => self.host_after(host) == to,
+            false => {
+                let rack = self.rack(host);
+                let alone = self.racks[usize::from(rack)].working.len() == 1;
+                alone || rack == self.rack(to) || self.host_of_rack(rack, route) != Some(host)
+            }
         };
-        let of_rack = || {
-            let rack = self.rack(host);
-            let alone = self.racks[usize::from(rack)].working.len() == 1;
-            !alone && rack != self.rack(to) && self.collector_of_rack(rack, route) == Some(node)
-        };
-        node == route.root || of_host() || of_rack()
+        node == route.root || leads() && !(alone() && last())
     }
 
     /// Whether `node` sends something towards the root: it is a worker, and not the root.
@@ -180,8 +195,11 @@ impl Tree {
         }
         let workers = &self.hosts[usize::from(host)].workers;
         let mut sum = Sum::Group(workers.iter().map(|worker| Sum::worker(*worker)).collect());
+        if route.ring {
+            return sum.among(self.stream_round(host, route).into_iter());
+        }
         let rack = self.rack(host);
-        let of_rack = rack != self.rack(to) && self.collector_of_rack(rack, route) == Some(node);
+        let of_rack = rack != self.rack(to) && self.host_of_rack(rack, route) == Some(host);
         if is_root || of_rack {
             let others = self.racks[usize::from(rack)].working.iter().filter(|h| **h != host);
             let stream = |other: &u16| {
@@ -194,7 +212,7 @@ impl Tree {
         if is_root {
             let others = (0..self.racks.len() as u16).filter(|other| *other != rack);
             let stream = |other: u16| {
-                let node = self.collector_of_rack(other, route)?;
+                let node = self.collector(self.host_of_rack(other, route)?, route)?;
                 let hosts = self.racks[usize::from(other)].working.iter();
                 let workers =
                     || hosts.clone().flat_map(|host| &self.hosts[usize::from(*host)].workers);
@@ -205,17 +223,17 @@ impl Tree {
         sum
     }
 
-    /// The nodes that send anything of sums or factors to `node` from other hosts.
-    pub fn senders(&self, node: NodeId) -> Vec<NodeId> {
+    /// The nodes of other hosts that send `node` anything of what goes round the ring, or straight.
+    pub fn senders(&self, node: NodeId, ring: bool) -> Vec<NodeId> {
         let mut senders = Vec::new();
         // After so many turns every host, and every rack, has had all its collectors.
         let most = |sizes: &mut dyn Iterator<Item = usize>| sizes.max().unwrap_or(1).max(1) as u32;
         let turns = most(&mut self.hosts.iter().map(|host| host.workers.len()))
-            * most(&mut self.racks.iter().map(|rack| rack.working.len()));
+            * most(&mut self.racks.iter().map(|rack| if ring { 1 } else { rack.working.len() }));
         for (root, turn) in
             (0..self.host_of.len() as u16).flat_map(|r| (0..turns).map(move |t| (r, t)))
         {
-            let route = Route { root: NodeId(root), turn };
+            let route = Route { root: NodeId(root), turn, ring };
             senders.extend(self.parent(node, route).filter(|_| self.contributes(node, route)));
             senders.extend(self.children(node, route));
         }
@@ -223,6 +241,40 @@ impl Tree {
         senders.sort_unstable();
         senders.dedup();
         senders
+    }
+
+    /// The host that `host` sends its sum to, on its way to the root's host.
+    fn host_above(&self, host: u16, route: Route) -> u16 {
+        if route.ring {
+            let hosts = self.hosts.len() as u16;
+            return (host + hosts - 1) % hosts;
+        }
+        let (rack, to) = (self.rack(host), self.host(route.root));
+        let above = self.host_of_rack(rack, route).filter(|above| *above != host);
+        above.filter(|_| rack != self.rack(to)).unwrap_or(to)
+    }
+
+    /// The host after `host` in the ring.
+    fn host_after(&self, host: u16) -> u16 {
+        (host + 1) % self.hosts.len() as u16
+    }
+
+    /// What comes to `host` round the ring: the sum of all hosts after it, up to the one before the
+    /// root's. `None` if there are none.
+    fn stream_round(&self, host: u16, route: Route) -> Option<Stream> {
+        let (next, to) = (self.host_after(host), self.host(route.root));
+        if next == to {
+            return None;
+        }
+        let (from, to) = (self.before[usize::from(next)], self.before[usize::from(to)]);
+        // Hosts are numbered in the order of their lowest ranks.
+        let (first, workers) = match from < to {
+            true => (next, to - from),
+            false if to == 0 => (next, self.workers() - from),
+            false => (0, self.workers() - from + to),
+        };
+        let first = *self.hosts[usize::from(first)].workers.first()?;
+        Some(Stream { node: self.collector(next, route)?, first, workers })
     }
 
     /// The worker of `host` that collects what goes along `route`. `None` if the host has no workers.
@@ -239,14 +291,14 @@ impl Tree {
         workers.get(spread % workers.len().max(1)).copied()
     }
 
-    /// The node of `rack` that collects what goes along `route`. `None` if the rack has no workers.
-    fn collector_of_rack(&self, rack: u16, route: Route) -> Option<NodeId> {
+    /// The host of `rack` that collects what goes along `route`. `None` if the rack has no workers.
+    fn host_of_rack(&self, rack: u16, route: Route) -> Option<u16> {
         let hosts = &self.racks[usize::from(rack)].working;
         let host = self.host(route.root);
         let neighbours = &self.racks[usize::from(self.rack(host))].hosts;
         let place = neighbours.iter().position(|neighbour| *neighbour == host)?;
         let spread = place + neighbours.len() * route.turn as usize;
-        self.collector(*hosts.get(spread % hosts.len().max(1))?, route)
+        hosts.get(spread % hosts.len().max(1)).copied()
     }
 }
 

@@ -40,8 +40,8 @@ impl<'a> Engine<'a> {
         }
         let payload = |layer| setup.adam_push(layer).map(|bytes| bytes as u32);
         let copies = LayerCopies::of_layers(setup, &plan);
-        let flat =
-            plan.tree().is_flat().then(|| Flat::new(&plan, &setup.cluster, &copies, payload));
+        let is_flat = plan.tree().is_flat() && !setup.cluster.is_ring();
+        let flat = is_flat.then(|| Flat::new(&plan, &setup.cluster, &copies, payload));
         let mut workers = Peers::none(setup.cluster.nodes());
         setup.cluster.worker_ids().for_each(|worker| workers.insert(worker.index()));
         let facts = JobFacts {

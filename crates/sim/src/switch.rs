@@ -223,7 +223,7 @@ fn windows(cluster: &Cluster) -> Vec<u32> {
         let neighbours = all.filter(|other| tree.host(*other) == host).count();
         let senders = match tree.is_flat() {
             true => cluster.nodes() - neighbours,
-            false => tree.senders(node).len(),
+            false => tree.senders(node, false).len(),
         };
         port::window(senders, neighbours, None) as u32
     };

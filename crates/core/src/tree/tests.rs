@@ -23,7 +23,7 @@ fn nodes(ids: &[u16]) -> Vec<NodeId> {
 }
 
 fn route(root: u16, turn: u32) -> Route {
-    Route { root: NodeId(root), turn }
+    Route { root: NodeId(root), turn, ring: false }
 }
 
 #[test]
@@ -39,7 +39,7 @@ fn the_nth_workers_of_all_hosts_exchange_with_each_other() {
         assert_eq!(tree.parent(NodeId(7), route(5, turn)), Some(NodeId(5)));
         assert_eq!(tree.parent(NodeId(5), route(5, turn)), None);
     }
-    assert_eq!(tree.senders(NodeId(5)), nodes(&[1, 9]));
+    assert_eq!(tree.senders(NodeId(5), false), nodes(&[1, 9]));
 }
 
 #[test]
@@ -50,8 +50,8 @@ fn one_host_and_hosts_of_one_worker_are_flat() {
         let all = (0..tree.workers() as u16).map(NodeId);
         for (node, root) in all.clone().flat_map(|node| all.clone().map(move |root| (node, root))) {
             let up = (node != root).then_some(root);
-            assert_eq!(tree.parent(node, Route { root, turn: 7 }), up);
-            assert_eq!(tree.collects(node, Route { root, turn: 7 }), node == root);
+            assert_eq!(tree.parent(node, route(root.0, 7)), up);
+            assert_eq!(tree.collects(node, route(root.0, 7)), node == root);
         }
     }
 }
@@ -68,7 +68,7 @@ fn the_chunks_of_a_lonely_server_are_spread_over_a_hosts_workers() {
     assert_eq!(collector(0), Some(nodes(&[0, 3])));
     assert_eq!(collector(1), Some(nodes(&[1, 4])));
     assert_eq!(collector(5), Some(nodes(&[2, 5])));
-    assert_eq!(tree.senders(NodeId(6)), nodes(&[0, 1, 2, 3, 4, 5]));
+    assert_eq!(tree.senders(NodeId(6), false), nodes(&[0, 1, 2, 3, 4, 5]));
 }
 
 #[test]
@@ -89,31 +89,48 @@ fn a_rack_sends_one_stream() {
 #[test]
 fn all_collectors_of_a_rack_are_senders() {
     let tree = tree(&[1; 4], &[1, 3]);
-    assert_eq!(tree.senders(NodeId(0)), nodes(&[1, 2, 3]));
+    assert_eq!(tree.senders(NodeId(0), false), nodes(&[1, 2, 3]));
     // Servers have nothing to send to each other.
     let tree = on(Servers::Dedicated(2), &[2, 2, 1, 1], &[]);
-    assert_eq!(tree.senders(NodeId(4)), nodes(&[0, 1, 2, 3]));
+    assert_eq!(tree.senders(NodeId(4), false), nodes(&[0, 1, 2, 3]));
 }
 
-/// Rows cost no port a byte: as many streams come in as would without rows, from fewer nodes.
+/// A ring costs no port a byte: as many streams come in as straight, but from two hosts only.
 #[test]
-fn a_port_carries_as_much_with_rows() {
-    for hosts in 16..40u16 {
-        let cluster = Cluster::new(hosts, Servers::Colocated, 1).unwrap().in_rows();
-        let tree = Tree::new(&cluster);
-        for node in cluster.node_ids().filter(|_| !tree.is_flat()) {
+fn a_port_carries_as_much_in_a_ring() {
+    for hosts in 3..20u16 {
+        let tree = tree(&vec![1; hosts.into()], &[]);
+        for node in (0..hosts).map(NodeId) {
             let streams = |root| {
-                let route = route(root, 0);
+                let route = Route { ring: true, ..route(root, 0) };
                 tree.children(node, route).len() + usize::from(tree.parent(node, route).is_some())
             };
             assert_eq!((0..hosts).map(streams).sum::<usize>(), 2 * usize::from(hosts - 1));
-            let (row, rows) = match hosts {
-                16 | 24 | 32 => (8, usize::from(hosts) / 8),
-                _ => continue,
-            };
-            assert_eq!(tree.senders(node).len(), row - 1 + rows - 1);
+            let mut both = [(node.0 + 1) % hosts, (node.0 + hosts - 1) % hosts];
+            both.sort_unstable();
+            assert_eq!(tree.senders(node, true), nodes(&both));
         }
     }
+}
+
+#[test]
+fn a_ring_adds_host_after_host() {
+    let tree = tree(&[2, 1, 2], &[]);
+    let route = Route { ring: true, ..route(3, 0) };
+    // The root is the first of the third host. The second host is last in the ring.
+    assert_eq!(tree.parent(NodeId(4), route), Some(NodeId(3)));
+    assert_eq!(tree.parent(NodeId(0), route), Some(NodeId(3)));
+    assert_eq!(tree.parent(NodeId(1), route), Some(NodeId(0)));
+    assert_eq!(tree.parent(NodeId(2), route), Some(NodeId(0)));
+    assert!(!tree.collects(NodeId(2), route) && tree.collects(NodeId(0), route));
+    let one = |node| Sum::worker(NodeId(node));
+    let stream = |node: u16, first: u16, workers| {
+        Sum::Stream(Stream { node: NodeId(node), first: NodeId(first), workers })
+    };
+    let first = Sum::Group(vec![one(0), one(1)]);
+    assert_eq!(tree.sum(NodeId(0), route), Sum::Group(vec![first, stream(2, 2, 1)]));
+    let last = Sum::Group(vec![one(3), one(4)]);
+    assert_eq!(tree.sum(NodeId(3), route), Sum::Group(vec![stream(0, 0, 3), last]));
 }
 
 #[test]
@@ -132,21 +149,26 @@ proptest! {
     /// Every worker is covered once, on one way without a circle.
     #[test]
     fn every_worker_has_one_way_to_every_root(
-        hosts in proptest::collection::vec(1usize..5, 1..7), in_rack in 1usize..4, extra in 0u16..3, turn in 0u32..9,
+        hosts in proptest::collection::vec(1usize..5, 1..7), in_rack in 1usize..4, extra in 0u16..3, turn in 0u32..9, ring: bool,
     ) {
         let count: usize = hosts.iter().sum();
         prop_assume!(count > usize::from(extra));
+        // In a ring, servers are on the workers.
+        prop_assume!(!ring || extra == 0);
         let mut racks = vec![in_rack; hosts.len() / in_rack];
         racks.extend((hosts.len() % in_rack > 0).then_some(hosts.len() % in_rack));
         let servers = if extra > 0 { Servers::Mixed(extra) } else { Servers::Colocated };
         let tree = on(servers, &hosts, &racks);
         for root in 0..count as u16 {
-            let route = route(root, turn);
+            let route = Route { ring, ..route(root, turn) };
             let mut covered = BTreeSet::new();
             let mut next = vec![NodeId(root)];
             while let Some(node) = next.pop() {
                 prop_assert!(covered.insert(node) , "{node} twice");
                 let children = tree.children(node, route);
+                let mut sum = 0;
+                tree.sum(node, route).visit(&mut |stream| sum += stream.workers);
+                prop_assert!(node != route.root || sum == tree.workers(), "the root has {sum}");
                 prop_assert_eq!(tree.collects(node, route), node == route.root || !children.is_empty());
                 for child in children {
                     prop_assert_eq!(tree.parent(child, route), Some(node));

@@ -96,11 +96,26 @@ pub(super) enum Mode {
     Reduce(Dtype, ReduceOp),
 }
 
+/// The bytes of a slice that passes through a tree, if `request` has such slices.
+fn slice_bytes(request: &Request, size: u16) -> usize {
+    match request {
+        Request::AllReduce { tensor, .. } => tensor.region.len() / usize::from(size),
+        Request::Broadcast { tensor, .. } if tensor.region.len() >= LARGE_BROADCAST => {
+            tensor.region.len() / usize::from(size)
+        }
+        Request::Reduce { tensor, .. } => tensor.region.len(),
+        Request::AllGather { input, .. } => input.region.len(),
+        Request::ReduceScatter { output, .. } => output.region.len(),
+        _ => 0,
+    }
+}
+
 impl Flow {
     /// The flow of `request`, which was checked. From now on the flow alone has the request's
     /// tensors.
     pub(super) fn of(request: Request, ways: &Ways) -> Self {
         let mut flow = Self::default();
+        let ways = ways.for_slices(slice_bytes(&request, ways.size()));
         match &request {
             Request::AllReduce { tensor, op } => flow.all_reduce(tensor, *op, ways),
             Request::Broadcast { tensor, root } if tensor.region.len() < LARGE_BROADCAST => {

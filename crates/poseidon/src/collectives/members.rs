@@ -23,8 +23,12 @@ pub(crate) struct Members {
 pub(super) struct Ways {
     pub(super) me: u16,
     tree: Tree,
+    /// Whether they go round the ring of hosts.
+    ring: bool,
     /// By root.
     ways: Vec<Way>,
+    /// The same round the ring, if hosts are in one.
+    round: Option<Box<Ways>>,
 }
 
 /// The way of a slice at one rank.
@@ -53,16 +57,23 @@ impl Members {
         nodes: Vec<NodeId>,
         names: Vec<String>,
     ) -> Result<Self, ClusterError> {
-        let ways = Ways::new(rank, Tree::new(&among(cluster, &nodes)?));
+        let group = among(cluster, &nodes)?;
+        let ways = Ways::new(rank, Tree::new(&group), group.is_ring());
         Ok(Self { rank, nodes, names, ways })
     }
 }
 
 impl Ways {
-    fn new(me: u16, tree: Tree) -> Self {
+    /// The straight ways, and those round the ring if there is one.
+    fn new(me: u16, tree: Tree, has_ring: bool) -> Self {
+        let round = has_ring.then(|| Box::new(Self::along(me, tree.clone(), true)));
+        Self { round, ..Self::along(me, tree, false) }
+    }
+
+    fn along(me: u16, tree: Tree, ring: bool) -> Self {
         let size = tree.workers() as u16;
         let way = |root: u16| {
-            let route = route(root);
+            let route = Route { root: NodeId(root), turn: 0, ring };
             let parent = tree.parent(NodeId(me), route).map(|parent| parent.0);
             let children = tree.children(NodeId(me), route);
             let mut children: Vec<u16> = children.into_iter().map(|child| child.0).collect();
@@ -70,7 +81,12 @@ impl Ways {
             Way { parent, children }
         };
         let ways = (0..size).map(way).collect();
-        Self { me, tree, ways }
+        Self { me, tree, ring, ways, round: None }
+    }
+
+    /// The ways of slices of so many bytes: large ones go round the ring, if there is one.
+    pub(super) fn for_slices(&self, bytes: usize) -> &Self {
+        self.round.as_deref().filter(|_| bytes >= LEAST_ROUND).unwrap_or(self)
     }
 
     pub(super) fn size(&self) -> u16 {
@@ -90,7 +106,7 @@ impl Ways {
 
     /// Whether everything goes straight from the rank that has it to the rank that wants it.
     pub(super) fn is_flat(&self) -> bool {
-        self.tree.is_flat()
+        self.tree.is_flat() && !self.ring
     }
 
     /// The way of the slices whose root is `root`, here.
@@ -100,7 +116,11 @@ impl Ways {
 
     /// Whether `rank` passes on contributions of other ranks to slices of `root`, or is their root.
     pub(super) fn collects(&self, rank: u16, root: u16) -> bool {
-        self.tree.collects(NodeId(rank), route(root))
+        self.tree.collects(NodeId(rank), self.route(root))
+    }
+
+    fn route(&self, root: u16) -> Route {
+        Route { root: NodeId(root), turn: 0, ring: self.ring }
     }
 
     /// Which neighbour in the tree of `root` something comes from that rank `origin` has.
@@ -109,7 +129,7 @@ impl Ways {
         if at == self.me {
             return Source::Here;
         }
-        while let Some(parent) = self.tree.parent(NodeId(at), route(root)) {
+        while let Some(parent) = self.tree.parent(NodeId(at), self.route(root)) {
             if parent.0 == self.me {
                 return Source::Child(at);
             }
@@ -128,7 +148,9 @@ fn among(cluster: &Cluster, nodes: &[NodeId]) -> Result<Cluster, ClusterError> {
     let (hosts, first) = numbered(nodes.iter().map(host_of));
     let rack_of = |host: &u16| cluster.racks().get(usize::from(*host)).copied().unwrap_or(0);
     let (racks, _) = numbered(first.iter().map(rack_of));
-    Cluster::new(nodes.len() as u16, Servers::Colocated, 1)?.with_hosts(hosts, racks)
+    let group =
+        Cluster::new(nodes.len() as u16, Servers::Colocated, 1)?.with_hosts(hosts, racks)?;
+    Ok(if cluster.is_ring() { group.in_a_ring() } else { group })
 }
 
 /// The places with new numbers, each new one the next; and by new number, the place's old one.
@@ -145,9 +167,8 @@ fn numbered(places: impl Iterator<Item = u16>) -> (Vec<u16>, Vec<u16>) {
     (numbers, known)
 }
 
-fn route(root: u16) -> Route {
-    Route { root: NodeId(root), turn: 0 }
-}
+/// Slices with fewer bytes go straight: a way round the ring would take longer than the bytes.
+const LEAST_ROUND: usize = 32 << 10;
 
 #[cfg(test)]
 mod tests {

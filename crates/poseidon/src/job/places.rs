@@ -75,18 +75,15 @@ pub(crate) fn placed_tree(book: &Book) -> PlacedTree {
             hosts: of_rack().map(&placed_host).collect(),
         }
     };
-    // Several racks that nobody has named are rows.
-    let named = book.nodes.iter().any(|facts| facts.rack.is_some());
-    let what = if racks > 1 && !named { "row" } else { "rack" };
     PlacedTree {
-        meaning: meaning(cluster, tree, usize::from(racks), what),
+        meaning: meaning(cluster, tree, usize::from(racks)),
         racks: (0..racks).map(placed_rack).collect(),
     }
 }
 
 /// "16 workers on 4 hosts in 1 rack: sums leave a host once". Hosts and racks that have no workers
-/// are not counted. `rack` is what racks are called.
-fn meaning(cluster: &Cluster, tree: &Tree, racks: usize, rack: &str) -> String {
+/// are not counted.
+fn meaning(cluster: &Cluster, tree: &Tree, racks: usize) -> String {
     let mut hosts_of_rack = vec![0; racks];
     let mut several_workers = false;
     for (host, workers) in (0..).zip(tree.workers_by_host()) {
@@ -99,13 +96,14 @@ fn meaning(cluster: &Cluster, tree: &Tree, racks: usize, rack: &str) -> String {
     // A sum leaves a place if its server is elsewhere.
     let leaves_host = tree.workers_by_host().len() > 1;
     let words = match (leaves_host && several_workers, racks > 1 && several_hosts) {
-        (true, true) => format!("sums leave a host once, and a {rack} once"),
-        (true, false) => "sums leave a host once".into(),
-        (false, true) => format!("sums leave a {rack} once"),
-        (false, false) if leaves_host => {
-            "every worker sends its gradients straight to the servers".into()
+        _ if cluster.is_ring() => {
+            "sums go from host to host, and small ones straight to the servers"
         }
-        (false, false) => "nothing leaves the host".into(),
+        (true, true) => "sums leave a host once, and a rack once",
+        (true, false) => "sums leave a host once",
+        (false, true) => "sums leave a rack once",
+        (false, false) if leaves_host => "every worker sends its gradients straight to the servers",
+        (false, false) => "nothing leaves the host",
     };
     let count = |number: usize, what: &str| match number {
         1 => format!("1 {what}"),
@@ -115,7 +113,7 @@ fn meaning(cluster: &Cluster, tree: &Tree, racks: usize, rack: &str) -> String {
         "{} on {} in {}: {words}",
         count(cluster.workers(), "worker"),
         count(hosts, "host"),
-        count(working_racks, rack)
+        count(working_racks, "rack")
     )
 }
 
@@ -126,15 +124,11 @@ mod tests {
 
     /// What it means that nodes are on these hosts, in these racks.
     fn words(servers: Servers, hosts: &[u16], racks: &[u16]) -> String {
-        called(servers, hosts, racks, "rack")
-    }
-
-    fn called(servers: Servers, hosts: &[u16], racks: &[u16], rack: &str) -> String {
         let workers = hosts.len() as u16 - servers.extra();
         let cluster = Cluster::new(workers, servers, 1).unwrap();
         let cluster = cluster.with_hosts(hosts.to_vec(), racks.to_vec()).unwrap();
         let count = racks.iter().max().map_or(1, |last| usize::from(*last) + 1);
-        meaning(&cluster, &Tree::new(&cluster), count, rack)
+        meaning(&cluster, &Tree::new(&cluster), count)
     }
 
     #[test]
@@ -152,9 +146,11 @@ mod tests {
             colocated(&[0, 1, 2, 3], &[0, 0, 1, 1]),
             "4 workers on 4 hosts in 2 racks: sums leave a rack once"
         );
+        let ring = Cluster::new(4, Servers::Colocated, 1).unwrap().in_a_ring();
         assert_eq!(
-            called(Servers::Colocated, &[0, 1, 2, 3], &[0, 0, 1, 1], "row"),
-            "4 workers on 4 hosts in 2 rows: sums leave a row once"
+            meaning(&ring, &Tree::new(&ring), 1),
+            "4 workers on 4 hosts in 1 rack: sums go from host to host, and small ones straight to \
+             the servers"
         );
         assert_eq!(
             colocated(&[0, 1], &[]),

@@ -150,7 +150,7 @@ impl Claims {
                 true => self.lanes.min(LANES_IN_DOUBT).max(most_interfaces),
                 false => self.lanes,
             })?;
-            return Ok(cluster.in_rows());
+            return Ok(cluster);
         };
         let mut rates: Vec<Rate> = rates.into_iter().map(|rate| rate.unwrap_or(fastest)).collect();
         merge_rates(&mut rates);
@@ -162,7 +162,7 @@ impl Claims {
         let lanes = if self.lanes_by_rate { by_rate.max(most_interfaces) } else { self.lanes };
         let port = |number: u16| Port { number, rate: rates[usize::from(number)] };
         let ports = ports.into_iter().map(port).collect();
-        Ok(cluster.with_lanes(lanes)?.with_ports(ports)?.in_rows())
+        cluster.with_lanes(lanes)?.with_ports(ports)
     }
 }
 
@@ -256,21 +256,6 @@ mod tests {
 
     fn ports(cluster: &Cluster) -> Vec<(u16, u64)> {
         cluster.ports().iter().map(|port| (port.number, port.rate.bits() / 1_000_000)).collect()
-    }
-
-    /// Sixteen hosts with equal ports are in rows, unless somebody has named racks.
-    #[test]
-    fn many_equal_hosts_are_in_rows() {
-        let hosts: Vec<u16> = (0..16).collect();
-        let mut claims = claims(&[LinkRate::Unknown; 16], &hosts);
-        let rows: Vec<u16> = hosts.iter().map(|host| host / 8).collect();
-        assert_eq!(settled(&claims, &[]).racks(), rows);
-        claims.racks = hosts.iter().map(|host| host / 4).collect();
-        assert_eq!(settled(&claims, &[]).racks(), claims.racks);
-        claims.racks = Vec::new();
-        claims.rates[3] = LinkRate::Given(rate(100));
-        claims.rates[4] = LinkRate::Given(rate(1000));
-        assert!(settled(&claims, &[]).racks().is_empty());
     }
 
     #[test]

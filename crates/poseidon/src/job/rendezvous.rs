@@ -322,6 +322,7 @@ impl Opening<'_> {
 
     /// Gives every link its window: a part of this host's port for links to other hosts. Every other
     /// host has an equal part, because it sends as much as any other, by few connections or by many.
+    /// In a ring, each of the two neighbours has a third, and all hosts together share the rest.
     /// Nodes that this one exchanges no sums with have a small window.
     fn widen(&self, links: &mut [Links]) {
         let Self { config, book, .. } = *self;
@@ -334,14 +335,24 @@ impl Opening<'_> {
         let is_flat = tree.is_flat() || !book.job.consistency.is_bsp();
         let senders = |node: NodeId| match is_flat {
             true => cluster.partners(node).into_iter().filter(away).collect(),
-            false => tree.senders(node),
+            false => tree.senders(node, false),
+        };
+        let round = |node: NodeId| match cluster.is_ring() {
+            true => tree.senders(node, true),
+            false => Vec::new(),
         };
         // By host: connections that sums of it come by, to any node of this host.
-        let mut flows: BTreeMap<u16, usize> = BTreeMap::new();
-        for sender in neighbours.iter().flat_map(|node| senders(*node)) {
-            *flows.entry(tree.host(sender)).or_default() += 1;
-        }
-        let own = senders(me);
+        let flows = |senders: &dyn Fn(NodeId) -> Vec<NodeId>| {
+            let mut flows: BTreeMap<u16, usize> = BTreeMap::new();
+            for sender in neighbours.iter().flat_map(|node| senders(*node)) {
+                *flows.entry(tree.host(sender)).or_default() += 1;
+            }
+            flows
+        };
+        let (straight, ring) = (flows(&senders), flows(&round));
+        // Who shares the port as equals: three parts in a ring, of which all hosts have one.
+        let parts = if ring.is_empty() { 1 } else { ring.len() + 1 };
+        let (own, own_round) = (senders(me), round(me));
         // Lanes share the interfaces, and so the port's rate.
         let interfaces = self.choices.len();
         let lanes = links.len().div_ceil(interfaces);
@@ -351,9 +362,13 @@ impl Opening<'_> {
             // One sender does not overflow a port that is as fast as its own. On a long way, queues
             // are not what takes time, and a small window would.
             let is_long = link.round_trip().is_some_and(|time| time > LONG_WAY);
-            let (count, shares) = match flows.get(&tree.host(*node)) {
-                Some(of_host) if own.contains(node) => (flows.len(), of_host * lanes),
-                _ => (all.len(), neighbours.len() * lanes),
+            let host = tree.host(*node);
+            let (count, shares) = match (ring.get(&host), straight.get(&host)) {
+                (Some(of_host), _) if own_round.contains(node) => (parts, of_host * lanes),
+                (_, Some(of_host)) if own.contains(node) => {
+                    (parts * straight.len(), of_host * lanes)
+                }
+                _ => (parts * all.len(), neighbours.len() * lanes),
             };
             let bytes = match away(node) && count * shares > 1 && !is_long {
                 true => poseidon_core::port::window(count, shares, rate),

@@ -100,7 +100,7 @@ fn carry(hosts: &[usize], racks: &[u16], requests: Vec<Request>, dice: &mut Dice
     let host_of = by_rank(hosts);
     let size = host_of.len();
     let cluster = Cluster::new(size as u16, Servers::Colocated, 1).unwrap();
-    let cluster = cluster.with_hosts(host_of.clone(), racks.to_vec()).unwrap();
+    let cluster = cluster.with_hosts(host_of.clone(), racks.to_vec()).unwrap().in_a_ring();
     let mut links = Links::default();
     let mut operations = Vec::new();
     for (rank, request) in requests.into_iter().enumerate() {
