@@ -16,6 +16,7 @@ mod record;
 mod resume;
 mod scale;
 mod size;
+mod strangers;
 mod summary;
 mod targets;
 mod torch;
@@ -70,6 +71,12 @@ pub(crate) enum Bench {
     Train(train::Args),
     /// The simulator beside real runs on virtual clusters with pretended computing
     Scale(scale::Args),
+    /// Exchanges with and without strangers at the doors of the job
+    ///
+    /// It needs no root and no network: two workers of this machine, and strangers beside them.
+    /// Without cargo, carry this command's binary and the poseidon command to the machine and pass
+    /// --poseidon.
+    Strangers(strangers::Args),
     /// An exchange over links with delay and loss, beside Gloo: one network namespace per node
     Weather(weather::Args),
 }
@@ -85,6 +92,7 @@ pub(crate) fn run(bench: &Bench) -> Result<()> {
         Bench::Torch(args) => torch::run(args),
         Bench::Train(args) => train::run(args),
         Bench::Scale(args) => scale::run(args),
+        Bench::Strangers(args) => strangers::run(args),
         Bench::Weather(args) => weather::run(args),
     }
 }

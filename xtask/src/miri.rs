@@ -13,10 +13,24 @@ struct Run {
     only: &'static [&'static str],
 }
 
-const RUNS: &[Run] = &[Run {
-    package: "poseidon",
-    only: &["memory::buffer", "memory::landings", "lane::plan_state"],
-}];
+const RUNS: &[Run] = &[
+    Run {
+        package: "poseidon",
+        only: &["memory::buffer", "memory::landings_tests", "lane::plan_state"],
+    },
+    Run { package: "poseidon-matrix", only: &["matrix::"] },
+    Run {
+        package: "poseidon-core",
+        only: &[
+            "byte_size::tests",
+            "chunk::tests",
+            "cluster::tests",
+            "consistency::tests",
+            "copies::tests",
+            "cost::tests",
+        ],
+    },
+];
 
 const NIGHTLY: [&str; 4] = ["rustup", "run", "nightly", "cargo"];
 

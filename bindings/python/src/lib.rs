@@ -12,6 +12,7 @@ mod errors;
 mod group;
 mod log;
 mod observed;
+mod replicas;
 
 use apart::wait_for_layer;
 use device::{DeviceMemory, DeviceStream};
@@ -593,5 +594,6 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     group::register(module)?;
     checkpoint::register(module)?;
     observed::register(module)?;
+    replicas::register(module)?;
     errors::register(module)
 }

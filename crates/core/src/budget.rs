@@ -7,123 +7,22 @@
 //! Bytes count as the wire carries them in full packets of 1500 bytes, with the headers of Ethernet,
 //! IP and TCP. Acknowledgements and repeated packets are the kernel's, and do not count.
 
+#[cfg(test)]
+mod model;
+mod shared;
+
 use crate::Rate;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::Duration;
+pub use shared::{Allowance, Budget};
 use std::{fmt, str::FromStr};
 
-/// What a node may send, shared by its lanes.
-#[derive(Debug)]
-pub struct Budget {
-    /// Bits a second; 0 if there is no limit. Written by whoever changes the budget.
-    rate: AtomicU64,
-    /// Up to here the budget is used up, in nanoseconds on the lanes' clock. Written by lanes that
-    /// take a step.
-    used_until: AtomicU64,
-    /// How many lanes share the budget.
-    lanes: u64,
-}
-
-/// What one lane has taken of its node's budget and not sent yet.
-#[derive(Debug)]
-pub struct Allowance {
-    budget: Arc<Budget>,
-    /// The rate that the steps were taken at. Steps of another rate are void.
-    rate: u64,
-    /// Bytes. Negative if the lane has sent what could not wait.
-    left: i64,
-    /// When these bytes may be sent.
-    from: Duration,
+/// What the budget is made of. Its model has loom's in their place.
+mod atomics {
+    pub(super) use std::sync::atomic::{AtomicU64, Ordering};
 }
 
 /// A budget as people write it: a rate, or `none`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Limit(pub Option<Rate>);
-
-/// How far sending may run ahead of the budget. A lane that wakes up late by less than this loses
-/// nothing, and a second has at most a hundredth more than its share.
-const ADVANCE: Duration = Duration::from_millis(10);
-/// What the lanes' steps amount to together, in time at the budget's rate. Each lane may hold one
-/// step back for later, so a second may have this much more. Smaller steps cost more wake-ups: a lane
-/// that is alone has 500 a second.
-const STEP: Duration = Duration::from_millis(2);
-/// The payload of a full packet, and the packet with its headers: 14 bytes of Ethernet, 20 of IP, 32
-/// of TCP with timestamps.
-const PAYLOAD: u64 = 1448;
-const PACKET: u64 = PAYLOAD + 66;
-
-impl Budget {
-    /// The budget of a node with `lanes` lanes. `None` is no limit.
-    pub fn new(rate: Option<Rate>, lanes: usize) -> Self {
-        let rate = AtomicU64::new(rate.map_or(0, Rate::bits));
-        Self { rate, used_until: AtomicU64::new(0), lanes: lanes.max(1) as u64 }
-    }
-
-    /// What may be sent. `None` is no limit.
-    pub fn rate(&self) -> Option<Rate> {
-        Rate::new(self.rate.load(Ordering::Relaxed))
-    }
-
-    /// Changes what may be sent from `now` on. What was taken at the old rate is forgotten.
-    pub fn set_rate(&self, rate: Option<Rate>, now: Duration) {
-        let rate = rate.map_or(0, Rate::bits);
-        if self.rate.swap(rate, Ordering::Relaxed) != rate {
-            self.used_until.fetch_min(nanos(now), Ordering::Relaxed);
-        }
-    }
-
-    /// Takes a step at `rate`: its bytes, and when they may be sent.
-    fn take_step(&self, rate: u64, now: Duration) -> (i64, Duration) {
-        let wire = u128::from(rate) / 8 * STEP.as_nanos() / SECOND / u128::from(self.lanes);
-        // Less than a packet costs a whole packet's headers.
-        let bytes = (wire * u128::from(PAYLOAD) / u128::from(PACKET)).max(PAYLOAD.into());
-        let bits = bytes * u128::from(PACKET) * 8;
-        let cost = (bits * SECOND).div_ceil(u128::from(PAYLOAD) * u128::from(rate)) as u64;
-        let after = |until: u64| Some(until.max(nanos(now)) + cost);
-        let taken = self.used_until.fetch_update(Ordering::Relaxed, Ordering::Relaxed, after);
-        // The update has a new value in any case.
-        let start = taken.unwrap_or_else(|until| until).max(nanos(now));
-        (bytes as i64, Duration::from_nanos(start).saturating_sub(ADVANCE))
-    }
-}
-
-impl Allowance {
-    /// A lane's part in `budget`.
-    pub fn new(budget: Arc<Budget>) -> Self {
-        Self { budget, rate: 0, left: 0, from: Duration::ZERO }
-    }
-
-    /// Whether there is a limit now.
-    pub fn is_limited(&self) -> bool {
-        self.budget.rate.load(Ordering::Relaxed) != 0
-    }
-
-    /// The bytes that may be sent now, or when to ask again. Asked only if there is something to
-    /// send: the answer may take a step of the budget.
-    pub fn poll_room(&mut self, now: Duration) -> Result<usize, Duration> {
-        let rate = self.budget.rate.load(Ordering::Relaxed);
-        if rate != self.rate {
-            (self.rate, self.left, self.from) = (rate, 0, Duration::ZERO);
-        }
-        if rate == 0 {
-            return Ok(usize::MAX);
-        }
-        while self.left < PAYLOAD as i64 {
-            let (bytes, from) = self.budget.take_step(rate, now);
-            self.left += bytes;
-            self.from = from;
-        }
-        if self.from > now { Err(self.from) } else { Ok(self.left as usize) }
-    }
-
-    /// So many bytes were sent, in the room there was or because they could not wait.
-    pub fn handle_sent(&mut self, bytes: usize) {
-        if self.rate != 0 {
-            self.left = self.left.saturating_sub_unsigned(bytes as u64);
-        }
-    }
-}
 
 impl FromStr for Limit {
     type Err = String;
@@ -148,17 +47,13 @@ impl fmt::Display for Limit {
     }
 }
 
-const SECOND: u128 = 1_000_000_000;
-
-/// Nanoseconds fit for 584 years.
-fn nanos(time: Duration) -> u64 {
-    time.as_nanos() as u64
-}
-
 #[cfg(test)]
 mod tests {
+    use super::shared::{PACKET, PAYLOAD};
     use super::*;
     use proptest::prelude::*;
+    use std::sync::Arc;
+    use std::time::Duration;
 
     const MS: Duration = Duration::from_millis(1);
 
@@ -296,9 +191,9 @@ mod tests {
             let share = per_second(changed);
             assert!(least >= 0.97 * share && most <= 1.03 * share, "{least}, {most} of {share}");
             // The same rate again gives nothing more.
-            let used = node.budget.used_until.load(Ordering::Relaxed);
+            let used = format!("{:?}", node.budget);
             node.budget.set_rate(changed, node.now);
-            assert_eq!(node.budget.used_until.load(Ordering::Relaxed), used);
+            assert_eq!(format!("{:?}", node.budget), used);
         }
     }
 

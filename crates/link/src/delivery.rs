@@ -84,11 +84,19 @@ impl fmt::Display for Delivery {
         }
         if self.unacknowledged == 0 {
             let data = seconds(self.since_data);
-            return write!(
+            write!(
                 f,
                 "its system has acknowledged all that was sent, the last time {acknowledged} ago, \
-                 and sent nothing for {data}: its process is stopped or busy"
-            );
+                 and nothing came from it for {data}: its process is stopped or busy"
+            )?;
+            // What it sends, and sends again ever more rarely, may be lost as well.
+            return match self.resent_in_all {
+                0 => Ok(()),
+                again => write!(
+                    f,
+                    ", or the network loses what it sends ({again} segments had to be sent again to it)"
+                ),
+            };
         }
         let some = if self.unacknowledged == 1 { "segment is" } else { "segments are" };
         write!(
@@ -131,9 +139,13 @@ mod tests {
         assert!(words.contains("does not read") && !words.contains("losing"), "{words}");
         let words = Delivery { probes: 3, ..lost }.to_string();
         assert!(words.contains("asked 3 times") && words.contains("losing"), "{words}");
-        let idle = Delivery { unacknowledged: 0, ..lost };
+        let idle = Delivery { unacknowledged: 0, resent_in_all: 0, ..lost };
         let words = idle.to_string();
-        assert!(words.contains("sent nothing for 14.0 s"), "{words}");
-        assert!(words.contains("stopped or busy") && !words.contains("losing"), "{words}");
+        assert!(words.contains("nothing came from it for 14.0 s"), "{words}");
+        assert!(words.ends_with("its process is stopped or busy"), "{words}");
+        // On a way that loses packets it is not known which of the two it is.
+        let words = Delivery { resent_in_all: 412, ..idle }.to_string();
+        assert!(words.contains("stopped or busy, or the network loses"), "{words}");
+        assert!(words.contains("412 segments"), "{words}");
     }
 }

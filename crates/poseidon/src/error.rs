@@ -7,6 +7,7 @@ use poseidon_core::{Clock, Encoding, Scheme, Violation};
 use poseidon_link::address::AddressError;
 use poseidon_link::descriptors::Shortage;
 use poseidon_link::{BindError, ConnectError};
+use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -312,19 +313,11 @@ pub enum Error {
     },
     /// Workers do not have the same, though they should.
     #[error(
-        "{what} differs after clock {clock}: {}. Is the memory of a machine faulty, or do processors \
-         round differently? Layers by factors need the same kind on all workers, or the scheme 'ps'. \
-         POSEIDON_COMPARE_EVERY=0 compares nothing",
-        values_of(.groups)
+        "{0}. Is the memory of a machine faulty, or do processors round differently? Layers by factors \
+         need the same kind on all workers, or the scheme 'ps'. POSEIDON_COMPARE_EVERY=0 compares \
+         nothing"
     )]
-    Replicas {
-        /// What differs.
-        what: String,
-        /// The clock it is of.
-        clock: Clock,
-        /// Workers that have the same, by name, the largest group first.
-        groups: Vec<String>,
-    },
+    Replicas(Difference),
     /// Nodes did not say goodbye, or did not take this node's goodbye.
     #[error(
         "the job did not end within {waited:.1?} after the first goodbye (POSEIDON_TIMEOUT): \
@@ -529,18 +522,33 @@ pub enum OpenError {
 }
 
 /// Who has which value.
-fn values_of(groups: &[String]) -> String {
-    let Some((first, others)) = groups.split_first() else { return String::new() };
-    let have = if first.contains(", ") { "have" } else { "has" };
-    let others: Vec<String> = others.iter().map(|group| format!("{group} another")).collect();
-    format!("{first} {have} one value, {}", others.join(", "))
-}
-
 fn awaited(missing: &[String]) -> String {
     if missing.is_empty() {
         return "others did not take what it sends".into();
     }
     format!("nothing came from {}", missing.join(", "))
+}
+
+/// Something that workers do not have in common, though they should.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Difference {
+    /// What differs.
+    pub what: String,
+    /// The clock it is of.
+    pub clock: Clock,
+    /// Workers that have the same, by name, the largest group first.
+    pub groups: Vec<String>,
+}
+
+impl fmt::Display for Difference {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { what, clock, groups } = self;
+        write!(f, "{what} differs after clock {clock}: ")?;
+        let Some((first, others)) = groups.split_first() else { return Ok(()) };
+        let have = if first.contains(", ") { "have" } else { "has" };
+        write!(f, "{first} {have} one value")?;
+        others.iter().try_for_each(|group| write!(f, ", {group} another"))
+    }
 }
 
 impl Error {

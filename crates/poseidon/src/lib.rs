@@ -57,7 +57,7 @@ pub mod fuzzing {
 
 pub use collectives::Group;
 pub use engine::traffic::Traffic;
-pub use error::{Error, GatherError, OpenError, RendezvousError};
+pub use error::{Difference, Error, GatherError, OpenError, RendezvousError};
 pub use job::book::{BOOK_VERSION, Book, Job, NodeFacts, PlacedChunk, PlannedLayer, PlannedPort};
 pub use job::config::{self, Config};
 pub use job::coordinator::{self, Coordinator};

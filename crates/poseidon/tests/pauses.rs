@@ -6,6 +6,7 @@ use cluster::{Layout, builder, job, step, without_hanging};
 use poseidon::config::Config;
 use rustix::process::{Pid, Signal, kill_process};
 use std::io::{BufRead, BufReader};
+use std::net::TcpListener;
 use std::process::{Child, ChildStdout, Command, Stdio};
 use std::thread;
 use std::time::Duration;
@@ -24,6 +25,7 @@ struct Process {
 impl Process {
     /// Starts this test program again, as the worker of this rank. Worker 0 serves the coordinator.
     fn start(config: &Config, rank: u16, link: &str) -> Self {
+        let connect = config.connect_timeout.as_secs().to_string();
         let mut child = Command::new(std::env::current_exe().unwrap())
             .args(["--exact", "another_process", "--nocapture"])
             .env("PAUSES_ROLE", "worker")
@@ -34,6 +36,7 @@ impl Process {
             .env("POSEIDON_CLUSTER", &config.cluster)
             .env("POSEIDON_LANES", "2")
             .env("POSEIDON_LINK", link)
+            .env("POSEIDON_CONNECT_TIMEOUT", connect)
             .env("POSEIDON_SILENCE", SILENCE.as_secs().to_string())
             .stdout(Stdio::piped())
             .spawn()
@@ -87,11 +90,16 @@ fn another_process() {
     }
 }
 
+/// A job whose coordinator will listen where `place` does now.
+fn job_at(place: &TcpListener) -> Config {
+    let mut config = Layout::workers(WORKERS).coordinator().1;
+    config.coordinator = place.local_addr().unwrap().to_string();
+    config
+}
+
 /// Three workers that are in the middle of their job.
 fn start(link: &str) -> Vec<Process> {
-    let mut config = Layout::workers(WORKERS).coordinator().1;
-    let free = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
-    config.coordinator = free.to_string();
+    let config = job_at(&TcpListener::bind("127.0.0.1:0").unwrap());
     let mut all: Vec<_> = (0..WORKERS).map(|rank| Process::start(&config, rank, link)).collect();
     for process in &mut all {
         assert_eq!(process.line("clock 5"), "clock 5\n");
@@ -125,6 +133,29 @@ fn a_job_outlives_a_pause_of_all_its_processes() {
 #[test]
 fn a_job_over_tcp_outlives_a_pause_of_all_its_processes() {
     all_pause("tcp");
+}
+
+/// Workers that call a coordinator which is not there yet pause for longer than they would wait.
+#[test]
+fn a_pause_while_workers_join_does_not_count() {
+    without_hanging(|| {
+        let place = TcpListener::bind("127.0.0.1:0").unwrap();
+        let config = Config { connect_timeout: 2 * SILENCE, ..job_at(&place) };
+        let mut all = Vec::new();
+        for rank in [1, 2] {
+            all.push(Process::start(&config, rank, "tcp"));
+            // It has called: its time runs.
+            place.accept().unwrap();
+        }
+        all.iter().for_each(|process| process.signal(Signal::STOP));
+        thread::sleep(2 * config.connect_timeout);
+        drop(place);
+        all.push(Process::start(&config, 0, "tcp"));
+        all.iter().for_each(|process| process.signal(Signal::CONT));
+        for process in &mut all {
+            assert_eq!(process.line("clock 5"), "clock 5\n");
+        }
+    });
 }
 
 fn one_pauses(link: &'static str) {

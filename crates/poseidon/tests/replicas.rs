@@ -110,3 +110,30 @@ fn a_program_that_holds_something_else_is_named() {
         assert!(words.contains(told), "{words}");
     }
 }
+
+/// What a program may change on purpose: it is told, once, and the job goes on.
+#[test]
+fn what_is_only_watched_is_told_and_the_job_goes_on() {
+    let results = without_hanging(|| {
+        let layout = Layout::workers(3);
+        let (_coordinator, config) = layout.coordinator();
+        layout.run_with(&config, describe, |session: Session| {
+            step(&session, 1, 0..3)?;
+            let digest = u64::from(session.rank() == 1);
+            for clock in [1, 2] {
+                let pieces = vec![("parameter 'a'".into(), 7), ("parameter 'b'".into(), digest)];
+                session.watch_replicas(Clock(clock), pieces)?;
+            }
+            session.say_goodbye()?;
+            let told = [session.take_difference(), session.take_difference()];
+            session.finish().map(|()| told)
+        })
+    });
+    for result in results {
+        let [told, again] = result.unwrap();
+        let words = "parameter 'b' differs after clock 1: worker 0, worker 2 have one value, \
+                     worker 1 another";
+        assert_eq!(told.unwrap().to_string(), words);
+        assert_eq!(again, None);
+    }
+}

@@ -4,8 +4,11 @@ mod cluster;
 
 use cluster::Layout;
 use poseidon::collectives::{Request, Terms};
+use poseidon::config::Carriers;
 use poseidon::{Error, Layer, Optimizer, Reduction, Session};
+use std::net::{TcpListener, TcpStream};
 use std::time::Duration;
+use std::{io, thread};
 
 #[test]
 fn siblings_work_side_by_side() {
@@ -33,6 +36,46 @@ fn siblings_work_side_by_side() {
             result.unwrap();
         }
     }
+}
+
+/// The coordinator is served on a host that has none of the workers, and nobody can call it any more:
+/// the workers' first connections to it are all they need.
+#[test]
+fn siblings_and_groups_need_no_way_to_a_coordinator_elsewhere() {
+    let layout = Layout { carrier: Carriers::Tcp, ..Layout::workers(2) };
+    let (coordinator, mut config) = layout.coordinator();
+    // Every address of 127.0.0.0/8 is this machine's, and no two are the same listener's.
+    let elsewhere = TcpListener::bind("127.0.0.3:0").unwrap();
+    config.coordinator = elsewhere.local_addr().unwrap().to_string();
+    let to = coordinator.address();
+    let served = thread::spawn(move || {
+        for _ in 0..2 {
+            let (near, far) = (elsewhere.accept().unwrap().0, TcpStream::connect(to).unwrap());
+            for (from, to) in [(&near, &far), (&far, &near)] {
+                let (mut from, mut to) = (from.try_clone().unwrap(), to.try_clone().unwrap());
+                thread::spawn(move || io::copy(&mut from, &mut to));
+            }
+        }
+    });
+    let work = |session: Session| {
+        // Every worker is connected: the door is closed.
+        session.gather("connected", &serde_json::Value::Null)?;
+        let sibling = session.sibling("later", |builder| builder.layer(Layer::new("a", 7)))?;
+        let a = sibling.layer("a")?;
+        sibling.send(a, vec![1.0; 7].into())?;
+        assert_eq!(sibling.receive(a)?.result[..], [1.0; 7]);
+        let group = session.group("talk")?;
+        let terms = Terms { timeout: Duration::from_secs(20), waits: true };
+        group.begin(Request::Barrier, terms, Box::new(()))?.wait(terms.timeout)?;
+        group.leave();
+        sibling.finish()?;
+        session.finish()
+    };
+    for result in layout.run_with(&config, |builder| builder, work) {
+        result.unwrap();
+    }
+    served.join().unwrap();
+    assert!(TcpStream::connect(&config.coordinator).is_err(), "the door is still open");
 }
 
 #[test]

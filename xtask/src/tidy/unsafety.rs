@@ -57,6 +57,10 @@ const UNSAFE_FILES: &[(&str, &str)] = &[
     ("crates/link/src/shared/ring.rs", "copies from and to them"),
     ("crates/link/src/shared/model.rs", "the same, with cells that loom watches"),
     ("crates/poseidon/src/lane/board_model.rs", "memory of lanes, as cells that loom watches"),
+    (
+        "crates/poseidon/src/memory/landings_model.rs",
+        "memory of chunks, as cells that loom watches",
+    ),
     ("crates/poseidon/src/collectives/fuzzed.rs", "lends tensors to a group"),
     ("crates/link/src/window.rs", "options of sockets"),
     ("crates/link/src/past_cache.rs", "writes that do not pass through the cache"),

@@ -14,6 +14,8 @@ use std::io::{self, IoSlice};
 #[derive(Debug, Default)]
 pub(crate) struct Outbox {
     waiting: Queue<Message>,
+    /// Whether last words are among them.
+    hurries: bool,
     /// Frames that were chosen and are on their way. They are written together, in order.
     batch: VecDeque<Frame>,
     /// Bytes of the batch's first frame that the link has taken.
@@ -82,6 +84,11 @@ impl Message {
         matches!(self.header.kind, Heartbeat | Bye | Abort | Ready | Late | Roll)
     }
 
+    /// Whether it says that a channel has stopped, and why.
+    fn is_last_words(&self) -> bool {
+        self.header.kind == Kind::Abort
+    }
+
     /// The next frame, and whether it is the last.
     fn next_frame(&mut self, tagged: bool) -> (Frame, bool) {
         let payload = match &mut self.payload {
@@ -116,6 +123,7 @@ impl Outbox {
     }
 
     pub(super) fn push(&mut self, message: Message) {
+        self.hurries |= message.is_last_words();
         self.waiting.push(message.urgency, message);
     }
 
@@ -131,7 +139,7 @@ impl Outbox {
 
     /// Hands the channel and receipt of every message to `gone` instead of a link.
     pub(super) fn discard(&mut self, mut gone: impl FnMut(ChannelId, u64, Payload)) {
-        self.written = 0;
+        (self.written, self.hurries) = (0, false);
         for frame in self.batch.drain(..) {
             if let Some(receipt) = frame.receipt {
                 gone(frame.channel, receipt, frame.payload);
@@ -146,7 +154,12 @@ impl Outbox {
     /// that the link has begun to take is copied, so that nothing refers to the channel's memory
     /// any more.
     pub(super) fn let_go(&mut self, channel: ChannelId) {
-        self.waiting.retain(|message| message.header.channel != channel);
+        self.hurries = false;
+        self.waiting.retain(|message| {
+            let stays = message.header.channel != channel;
+            self.hurries |= stays && message.is_last_words();
+            stays
+        });
         let begun = self.written > 0;
         if let Some(first) = self.batch.front_mut().filter(|f| begun && f.channel == channel) {
             first.payload = Payload::Text(first.payload.bytes().into());
@@ -162,8 +175,9 @@ impl Outbox {
     }
 
     /// Hands the next frames to `write`, once, and passes each frame the link has taken whole to
-    /// `sent`. Offers no more than `most` bytes, except of urgent frames that come first. Returns
-    /// the bytes taken and whether the link took all it was offered.
+    /// `sent`. Offers no more than `most` bytes, except of urgent frames that come first, and of frames
+    /// that are in the way of last words. Returns the bytes taken and whether the link took all it was
+    /// offered.
     pub(super) fn write(
         &mut self,
         most: usize,
@@ -178,6 +192,7 @@ impl Outbox {
                 // it.
                 let take = |message: &mut Message| match bytes < most || message.is_urgent() {
                     true => {
+                        self.hurries &= !message.is_last_words();
                         let (frame, last) = message.next_frame(tagged);
                         (Some(frame), last)
                     }
@@ -189,7 +204,8 @@ impl Outbox {
             }
         }
         self.seal();
-        let urgent = self.batch.iter().take_while(|frame| frame.urgent).map(Frame::len);
+        let hurries = self.hurries;
+        let urgent = self.batch.iter().take_while(|frame| frame.urgent || hurries).map(Frame::len);
         let most = most.max(urgent.sum::<usize>().saturating_sub(self.written));
         let mut slices = [IoSlice::new(&[]); 3 * BATCH_FRAMES];
         let mut count = 0;
@@ -467,6 +483,24 @@ mod tests {
             out.extend(write_most(&mut outbox, 11));
         }
         assert_eq!(headers(&out), [(1, 0), (1, 1), (0, 7), (1, 2)]);
+    }
+
+    /// A frame that was begun at a low budget would take minutes.
+    #[test]
+    fn last_words_do_not_wait_for_room_of_the_frame_before_them() {
+        let mut outbox = Outbox::default();
+        push(&mut outbox, 1, 0, &[1.0; 8]);
+        let mut out = write_most(&mut outbox, 5);
+        let abort = Header { channel: ChannelId(3), ..Header::bare(Kind::Abort, NodeId(0), 0) };
+        outbox.push(Message::new(abort, Payload::None, 0, 0));
+        push(&mut outbox, 2, 0, &[1.0; 8]);
+        (0..4).for_each(|_| out.extend(write_most(&mut outbox, 0)));
+        assert_eq!(headers(&out), [(1, 0), (0, 0)]);
+        // Those of a channel that is let go hurry nobody.
+        write_most(&mut outbox, 5);
+        outbox.push(Message::new(abort, Payload::None, 0, 0));
+        outbox.let_go(ChannelId(3));
+        assert!(write_most(&mut outbox, 0).is_empty());
     }
 
     #[test]

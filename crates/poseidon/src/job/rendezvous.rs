@@ -7,6 +7,7 @@ use crate::job::config::{Carriers, Config};
 use crate::job::control::Join;
 use crate::job::coordinator::Coordinator;
 use crate::job::line::ControlLine;
+use crate::job::patience::WatchedPatience;
 use crate::job::probe::{Links, Probe};
 use poseidon_core::wire::{Hello, Purpose, Status};
 use poseidon_core::{Epoch, JobId, LaneId, NodeId, Rate, Tree};
@@ -43,16 +44,17 @@ pub(crate) fn join(config: &Config, job: Option<Job>) -> Result<Joined, Error> {
     let lanes = if config.lanes_by_rate { 1 } else { config.lanes };
     let need = Need { nodes, lanes: lanes.into() };
     descriptors::reserve(need)?;
-    let deadline = Instant::now() + config.connect_timeout;
+    let patience = watch(config.connect_timeout)?;
     let credentials = config.credentials();
-    let coordinator =
-        config.serves_coordinator.then(|| serve_coordinator(config, deadline)).transpose()?;
+    let serve = || serve_coordinator(config, patience.deadline());
+    let coordinator = config.serves_coordinator.then(serve).transpose()?;
     let meeting_point = match &coordinator {
         Some(coordinator) => coordinator.address().to_string(),
         None => config.coordinator.clone(),
     };
 
-    let choices = address::choose_each(config.address.as_deref(), &meeting_point, deadline)?;
+    let (wanted, until) = (config.address.as_deref(), patience.deadline());
+    let choices = address::choose_each(wanted, &meeting_point, until)?;
     for Choice { ip, interface, reason } in &choices {
         let interface = interface.as_deref().unwrap_or("?");
         if ip.is_loopback() {
@@ -73,7 +75,9 @@ pub(crate) fn join(config: &Config, job: Option<Job>) -> Result<Joined, Error> {
 
     let to = Address::Tcp(meeting_point.clone());
     let reaching = || format!("reaching the coordinator at {meeting_point}");
-    let stream = connect(&to, Caller::control(config.node()), &credentials, deadline)
+    let caller = Caller::control(config.node());
+    let stream = patience
+        .connect(|deadline| connect(&to, caller, &credentials, deadline))
         .map_err(|e| Error::connect(reaching(), e))?;
     let line = ControlLine::start(stream, config.node(), &meeting_point);
     let line = Arc::new(line.map_err(Error::io(reaching()))?);
@@ -82,7 +86,7 @@ pub(crate) fn join(config: &Config, job: Option<Job>) -> Result<Joined, Error> {
         (config.lanes_by_rate, config.link_rate.within(config.bandwidth_budget), BOOK_VERSION);
     let words =
         Join { facts, workers, servers, lanes, lanes_by_rate, link_rate, book: version, job };
-    let joined = line.join(words, deadline.saturating_duration_since(Instant::now()));
+    let joined = line.join(words, patience.left());
     let (mut book, probers) = joined.inspect_err(|error| line.give_up(error.to_string()))?;
 
     let mut links = Vec::new();
@@ -111,6 +115,11 @@ pub(crate) fn join(config: &Config, job: Option<Job>) -> Result<Joined, Error> {
     tell_ports(&book, config.node());
     tell_lanes(&book, &choices);
     Ok(Joined { book, links, line, serving, coordinator })
+}
+
+/// Begins a wait for other nodes.
+fn watch(total: Duration) -> Result<WatchedPatience, Error> {
+    WatchedPatience::start(total).map_err(Error::io("starting a thread that watches the time"))
 }
 
 /// Says which lane uses which interface, if there are several.
@@ -298,14 +307,14 @@ impl Opening<'_> {
         let Self { config, book, .. } = *self;
         let me = config.node();
         let cluster = &book.cluster;
-        let deadline = Instant::now() + config.connect_timeout;
+        let patience = watch(config.connect_timeout)?;
         let partners = cluster.partners(me).into_iter();
         let (lower, higher): (Vec<_>, Vec<_>) = partners.partition(|&n| n < me);
         let lanes: Vec<LaneId> = cluster.lane_ids().skip(links.len()).collect();
         links.resize_with(cluster.lanes().into(), Vec::new);
         let opened = self
-            .call(&lower, &lanes, deadline, links)
-            .and_then(|()| self.await_callers(&higher, &lanes, arrivals, deadline, links));
+            .call(&lower, &lanes, &patience, links)
+            .and_then(|()| self.await_callers(&higher, &lanes, arrivals, &patience, links));
         let Err(error) = opened else {
             self.widen(links);
             return Ok(());
@@ -387,7 +396,7 @@ impl Opening<'_> {
         &self,
         nodes: &[NodeId],
         lanes: &[LaneId],
-        deadline: Instant,
+        patience: &WatchedPatience,
         links: &mut [Links],
     ) -> Result<(), Error> {
         let Self { config, book, credentials, line, .. } = *self;
@@ -401,7 +410,9 @@ impl Opening<'_> {
                 // A node with one interface leaves the way to the system's routes.
                 let from = self.choices.get(lane.index() % self.choices.len());
                 let from = from.filter(|_| self.choices.len() > 1);
-                let stream = connect_unless(line.alarm(), from, &to, caller, credentials, deadline);
+                let stream = patience.connect(|deadline| {
+                    connect_unless(line.alarm(), from, &to, caller, credentials, deadline)
+                });
                 let stream = stream.map_err(|e| {
                     Error::connect(format!("reaching {} at {to}", book.cluster.name(node)), e)
                 })?;
@@ -417,7 +428,7 @@ impl Opening<'_> {
         nodes: &[NodeId],
         lanes: &[LaneId],
         arrivals: &Receiver<Arrival>,
-        deadline: Instant,
+        patience: &WatchedPatience,
         links: &mut [Links],
     ) -> Result<(), Error> {
         let cluster = &self.book.cluster;
@@ -427,7 +438,7 @@ impl Opening<'_> {
             if let Some(trouble) = self.line.trouble() {
                 return Err(trouble);
             }
-            let left = deadline.saturating_duration_since(Instant::now());
+            let left = patience.left();
             match arrivals.recv_timeout(left.min(GLANCE)) {
                 // A second connection for the same lane is a caller that was cut off and tried
                 // again.
@@ -436,7 +447,7 @@ impl Opening<'_> {
                 {
                     let Some(lane) = links.get_mut(hello.lane.index()) else { continue };
                     lane.retain(|(node, _)| *node != hello.node);
-                    stream.set_deadline(Some(deadline));
+                    stream.set_deadline(Some(patience.deadline()));
                     let link = stream.into_called_link().map_err(self.link_to(hello.node))?;
                     lane.push((hello.node, link));
                     awaited.remove(&(hello.node, hello.lane));

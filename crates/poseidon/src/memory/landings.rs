@@ -1,6 +1,8 @@
 //! Which chunks of a layer have come back, for a thread that carries them on.
+//!
+//! `landings_model.rs` compiles this file a second time, with loom's atomics.
 
-use std::sync::atomic::{AtomicU64, Ordering};
+use super::atomics::{AtomicU64, Ordering};
 
 /// A bit for each chunk of a layer. Lanes set bits; one other thread takes them.
 #[derive(Debug)]
@@ -30,20 +32,5 @@ impl Landings {
                 bits &= bits - 1;
             }
         }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn what_is_noted_is_taken_once_and_in_order() {
-        let landings = Landings::new(130);
-        [129, 0, 64, 63].into_iter().for_each(|index| landings.note(index));
-        let mut taken = Vec::new();
-        landings.take(|index| taken.push(index));
-        landings.take(|index| taken.push(index));
-        assert_eq!(taken, [0, 63, 64, 129]);
     }
 }

@@ -4,19 +4,19 @@
 //! of memory, processors that round differently, or a bug would make their replicas differ, and
 //! nothing else would tell. So every so many clocks each worker digests a piece of what it has
 //! received, in turn through all layers. A thread beside the program gathers the digests through the
-//! coordinator and compares them.
+//! coordinator and compares them. Programs that step parameters themselves add digests of these.
 
 use crate::job::line::ControlLine;
 use crate::job::patience::Patience;
 use crate::job::rounds::BESIDE;
 use crate::lane::board::Board;
-use crate::{Buffer, Error, Session};
+use crate::{Buffer, Difference, Error, Session};
 use poseidon_core::{ChannelId, Clock, LayerId};
 use serde_json::{Value, json};
 use std::ops::Range;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender, SyncSender, sync_channel};
+use std::sync::{Arc, OnceLock};
 use std::thread::JoinHandle;
 use std::time::Duration;
 use xxhash_rust::xxh3::xxh3_64;
@@ -29,8 +29,18 @@ pub(super) struct Replicas {
     pieces: Vec<(LayerId, Range<usize>)>,
     orders: Option<Sender<Order>>,
     thread: Option<JoinHandle<()>>,
-    /// Comparisons that found no difference. Written by the thread.
-    equal: Arc<AtomicU64>,
+    found: Arc<Found>,
+}
+
+/// What comparisons have found. Written by the thread.
+#[derive(Default)]
+struct Found {
+    /// How many there were without a difference.
+    equal: AtomicU64,
+    /// The first difference in what is only watched.
+    difference: OnceLock<Difference>,
+    /// Whether the program has it.
+    is_told: AtomicBool,
 }
 
 enum Order {
@@ -39,11 +49,12 @@ enum Order {
     Answer(SyncSender<()>),
 }
 
-/// A digest of something that is the same on all workers.
+/// Digests of things that are the same on all workers, each with what it is of.
 struct Sample {
-    what: String,
     clock: Clock,
-    digest: u64,
+    pieces: Vec<(String, u64)>,
+    /// Whether a difference is noted for the program, instead of stopping the job.
+    is_watched: bool,
 }
 
 /// What the thread knows.
@@ -53,7 +64,7 @@ struct Comparer {
     channel: ChannelId,
     /// How long others may take.
     patience: Duration,
-    equal: Arc<AtomicU64>,
+    found: Arc<Found>,
 }
 
 /// Bytes that are digested at a time. A comparison of so many costs about 0.5 ms (ADR 0027).
@@ -73,13 +84,13 @@ impl Replicas {
             let most = PIECE / down.width();
             (0..len).step_by(most).map(move |from| (layer, from..len.min(from + most)))
         });
-        let equal = Arc::<AtomicU64>::default();
+        let found = Arc::<Found>::default();
         let comparer = Comparer {
             line: session.node.line.clone(),
             board: session.parts.board.clone(),
             channel: session.parts.id,
             patience: session.timeout,
-            equal: equal.clone(),
+            found: found.clone(),
         };
         let (orders, taken) = mpsc::channel();
         let thread = std::thread::Builder::new()
@@ -87,7 +98,7 @@ impl Replicas {
             .spawn(move || comparer.run(&taken))
             .map_err(Error::io("starting a thread that compares replicas"))?;
         let (orders, thread) = (Some(orders), Some(thread));
-        Ok(Some(Self { every, pieces: pieces.collect(), orders, thread, equal }))
+        Ok(Some(Self { every, pieces: pieces.collect(), orders, thread, found }))
     }
 
     fn order(&self, order: Order) {
@@ -126,9 +137,30 @@ impl Session {
     pub fn compare_replicas(&self, what: &str, clock: Clock, digest: u64) -> Result<(), Error> {
         self.check_running()?;
         if let Some(replicas) = &self.replicas {
-            replicas.order(Order::Compare(Sample { what: what.into(), clock, digest }));
+            let pieces = vec![(what.into(), digest)];
+            replicas.order(Order::Compare(Sample { clock, pieces, is_watched: false }));
         }
         Ok(())
+    }
+
+    /// As [`compare_replicas`](Session::compare_replicas), of several things at once. If digests
+    /// differ, the job goes on, and [`take_difference`](Session::take_difference) tells the first that
+    /// does. It is for what a program may also change on purpose.
+    pub fn watch_replicas(&self, clock: Clock, pieces: Vec<(String, u64)>) -> Result<(), Error> {
+        self.check_running()?;
+        if let Some(replicas) = self.replicas.as_ref().filter(|_| !pieces.is_empty()) {
+            replicas.order(Order::Compare(Sample { clock, pieces, is_watched: true }));
+        }
+        Ok(())
+    }
+
+    /// The first difference that [`watch_replicas`](Session::watch_replicas) has found. It is told once:
+    /// replicas that differ in one place soon differ in others. All workers find the same one, each a
+    /// little sooner or later.
+    pub fn take_difference(&self) -> Option<Difference> {
+        let found = &self.replicas.as_ref()?.found;
+        let difference = found.difference.get()?;
+        (!found.is_told.swap(true, Ordering::Relaxed)).then(|| difference.clone())
     }
 
     /// How many clocks are between two comparisons of what workers have received. `None` if nothing
@@ -139,7 +171,7 @@ impl Session {
 
     /// How many comparisons between workers there were that found no difference.
     pub fn compared(&self) -> u64 {
-        self.replicas.as_ref().map_or(0, |replicas| replicas.equal.load(Ordering::Relaxed))
+        self.replicas.as_ref().map_or(0, |replicas| replicas.found.equal.load(Ordering::Relaxed))
     }
 
     /// `result` has come back. If it is this layer's turn, a piece of it is compared.
@@ -153,8 +185,8 @@ impl Session {
         };
         let (name, from, to) = (self.name(layer), range.start, range.end);
         let what = format!("layer '{name}' (elements {from} to {})", to - 1);
-        let digest = xxh3_64(bytes);
-        replicas.order(Order::Compare(Sample { what, clock, digest }));
+        let pieces = vec![(what, xxh3_64(bytes))];
+        replicas.order(Order::Compare(Sample { clock, pieces, is_watched: false }));
     }
 
     /// Waits until everything that was to be compared has been.
@@ -190,30 +222,49 @@ impl Comparer {
     }
 
     /// Whether it goes on.
-    fn compare(&self, Sample { what, clock, digest }: &Sample) -> bool {
-        let topic = format!("{BESIDE}replicas of channel {}: {what}, clock {clock}", self.channel);
+    fn compare(&self, Sample { clock, pieces, is_watched }: &Sample) -> bool {
+        let (first, more) = (&pieces[0].0, pieces.len() - 1);
+        let topic = format!(
+            "{BESIDE}replicas of channel {}: {first} and {more} more, clock {clock}",
+            self.channel
+        );
+        let digests: Vec<u64> = pieces.iter().map(|(_, digest)| *digest).collect();
         let watch = || self.board.state();
-        let digests = match self.line.gather(&topic, &json!(digest), self.patience, &watch) {
-            Ok(digests) => digests,
+        let all = match self.line.gather(&topic, &json!(digests), self.patience, &watch) {
+            Ok(all) => all,
             // The job has failed, or ends, or others compare something else.
             Err(error) => {
                 tracing::debug!(%topic, %error, "replicas are not compared any more");
                 return false;
             }
         };
-        let Some(groups) = groups(&digests, |rank| format!("worker {rank}")) else {
-            self.equal.fetch_add(1, Ordering::Relaxed);
+        let Some(difference) = difference(pieces, *clock, &all) else {
+            self.found.equal.fetch_add(1, Ordering::Relaxed);
             return true;
         };
-        self.board.fail(Error::Replicas { what: what.clone(), clock: *clock, groups });
+        if *is_watched {
+            // Only the first counts.
+            let _ = self.found.difference.set(difference);
+            return true;
+        }
+        self.board.fail(Error::Replicas(difference));
         false
     }
 }
 
+/// The first of `pieces` of which not all workers have the same digest. `all` has each worker's.
+fn difference(pieces: &[(String, u64)], clock: Clock, all: &[Value]) -> Option<Difference> {
+    pieces.iter().enumerate().find_map(|(i, (what, _))| {
+        let digests: Vec<&Value> = all.iter().map(|digests| &digests[i]).collect();
+        let groups = groups(&digests, |rank| format!("worker {rank}"))?;
+        Some(Difference { what: what.clone(), clock, groups })
+    })
+}
+
 /// Who has the same value as whom, in words, the most common value first. None if all have the same.
-fn groups(digests: &[Value], name: impl Fn(usize) -> String) -> Option<Vec<String>> {
+fn groups(digests: &[&Value], name: impl Fn(usize) -> String) -> Option<Vec<String>> {
     let mut groups: Vec<(&Value, Vec<usize>)> = Vec::new();
-    for (rank, digest) in digests.iter().enumerate() {
+    for (rank, &digest) in digests.iter().enumerate() {
         match groups.iter_mut().find(|(of, _)| *of == digest) {
             Some((_, ranks)) => ranks.push(rank),
             None => groups.push((digest, vec![rank])),
@@ -233,18 +284,25 @@ mod tests {
 
     #[test]
     fn who_differs_is_named_after_those_who_agree() {
-        let name = |rank: usize| format!("worker {rank}");
-        assert_eq!(groups(&[json!(7), json!(7)], name), None);
-        let told = groups(&[json!(8), json!(7), json!(7), json!(u64::MAX), json!(7)], name);
-        let expected = ["worker 1, worker 2, worker 4", "worker 0", "worker 3"];
-        assert_eq!(told.unwrap(), expected);
+        let pieces = [("a".to_owned(), 0), ("b".to_owned(), 0)];
+        let told = |all: &[Value]| {
+            difference(&pieces, Clock(3), all).map(|difference| difference.to_string())
+        };
+        assert_eq!(told(&[json!([7, 8]), json!([7, 8])]), None);
+        let of_b = [8, 7, 7, u64::MAX, 7].map(|digest| json!([1, digest]));
+        let expected = "b differs after clock 3: worker 1, worker 2, worker 4 have one value, \
+                        worker 0 another, worker 3 another";
+        assert_eq!(told(&of_b).unwrap(), expected);
+        // Whoever compares less, or nonsense, has something else.
+        let expected = "b differs after clock 3: worker 0 has one value, worker 1 another";
+        assert_eq!(told(&[json!([7, 8]), json!([7])]).unwrap(), expected);
     }
 
     #[test]
     fn every_piece_has_its_turn_and_the_other_clocks_have_none() {
         let pieces = vec![(LayerId(0), 0..5), (LayerId(1), 0..9), (LayerId(1), 9..12)];
-        let (orders, thread, equal) = (None, None, Arc::default());
-        let replicas = Replicas { every: 10, pieces, orders, thread, equal };
+        let (orders, thread, found) = (None, None, Arc::default());
+        let replicas = Replicas { every: 10, pieces, orders, thread, found };
         let turns = |layer: u32| {
             let piece = |clock| Some((clock, replicas.piece(LayerId(layer), Clock(clock))?.start));
             (0..=60).filter_map(piece).collect::<Vec<_>>()

@@ -14,15 +14,28 @@
 mod chrome;
 mod group;
 mod ring;
+#[cfg(test)]
+mod ring_model;
+#[cfg(test)]
+mod ring_tests;
 mod session;
 
 pub(crate) use chrome::{Facts, Names, write};
 pub(crate) use group::{BegunOperation, GroupTrace};
-use ring::{Ring, WORDS};
+use ring::Ring;
+use ring_parts::WORDS;
 pub(crate) use session::SessionTrace;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant, SystemTime};
+
+/// What a ring is made of. Its model has loom's atomics in their place.
+mod ring_parts {
+    pub(super) use std::sync::atomic::{AtomicU64, Ordering, fence};
+
+    /// How many words a record has.
+    pub(super) const WORDS: usize = 7;
+}
 
 /// What one node notes.
 pub(crate) struct Recorder {

@@ -1,9 +1,8 @@
 //! The last records of a part of a node, in memory of a fixed size.
+//!
+//! `ring_model.rs` compiles this file a second time, with loom's atomics and shorter records.
 
-use std::sync::atomic::{AtomicU64, Ordering, fence};
-
-/// How many words a record has.
-pub(super) const WORDS: usize = 7;
+use super::ring_parts::{AtomicU64, Ordering, WORDS, fence};
 
 /// The last records of one part of a node. Any thread may write, without a lock and without taking
 /// memory; the oldest record makes room.
@@ -67,37 +66,5 @@ impl Slot {
         let words = std::array::from_fn(|i| self.words[i].load(Ordering::Relaxed));
         fence(Ordering::Acquire);
         (self.number.load(Ordering::Relaxed) == at + 1).then_some(words)
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn the_last_records_stay_in_order_and_memory_does_not_grow() {
-        let ring = Ring::new(8);
-        assert!(ring.read().is_empty());
-        (0..5).for_each(|i| ring.push([i; WORDS]));
-        assert_eq!(ring.read(), (0..5).map(|i| [i; WORDS]).collect::<Vec<_>>());
-        (5..1000).for_each(|i| ring.push([i; WORDS]));
-        assert_eq!(ring.read(), (992..1000).map(|i| [i; WORDS]).collect::<Vec<_>>());
-        assert_eq!(ring.slots.len(), 8);
-    }
-
-    #[test]
-    fn a_reader_never_sees_half_a_record() {
-        let ring = Ring::new(16);
-        std::thread::scope(|scope| {
-            for thread in 0..2 {
-                let ring = &ring;
-                scope.spawn(move || (0..20_000).for_each(|i| ring.push([i * 2 + thread; WORDS])));
-            }
-            for _ in 0..2_000 {
-                for record in ring.read() {
-                    assert!(record.iter().all(|word| *word == record[0]), "{record:?}");
-                }
-            }
-        });
     }
 }

@@ -21,6 +21,7 @@ from poseidon.torch._checkpoint import load, save
 from poseidon.torch._job import barrier, init, is_initialized, rank, shutdown, world_size
 from poseidon.torch._layers import plan
 from poseidon.torch._parallel import DistributedDataParallel
+from poseidon.torch._replicas import ReplicasDiffer
 from poseidon.torch._report import metrics_address, record, report
 from poseidon.torch._rules import SGD, Adam, AdamW
 from poseidon.torch._saving import Saving
@@ -33,6 +34,7 @@ __all__ = [
     "Adam",
     "AdamW",
     "DistributedDataParallel",
+    "ReplicasDiffer",
     "Saving",
     "barrier",
     "init",

@@ -18,6 +18,7 @@ from poseidon.torch._join import Join
 from poseidon.torch._layers import Member, Unit
 from poseidon.torch._linear import unpatch
 from poseidon.torch._remainder import Remainders
+from poseidon.torch._replicas import Replicas
 from poseidon.torch._staleness import Staleness
 
 # After so many steps in which a layer's gradient had to be sent besides its factors, it goes without them.
@@ -57,6 +58,7 @@ class Backward(nn.Module):
     _units: List[Unit]
     _usage_unit: Optional[Unit]
     _remainders: Optional[Remainders]
+    _replicas: Optional[Replicas]
     _factored: List[Factored]
     _leaving: List[Factored]
     _ends: List[Any]
@@ -123,6 +125,9 @@ class Backward(nn.Module):
             assert self._session is not None
             if self._staleness.begin_step(self._session):
                 self._shared.is_due = True
+        if self._replicas is not None:
+            # In a join, only workers that still train step their parameters.
+            self._replicas.begin_pass(is_comparable=self._join is None)
         settle(self._factored)
         if self._update == "server":
             take_gradients(self._factored)

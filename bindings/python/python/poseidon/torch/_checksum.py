@@ -64,6 +64,20 @@ class Trace:
         return False
 
 
+def digests(several: Sequence[Tensor]) -> Tensor:
+    """A number for each of ``several``, which are on one device, by its values and their order. Nobody waits for a device.
+
+    Numbers of different devices are made differently, and do not compare.
+    """
+    plain = [tensor.detach().contiguous() for tensor in several]
+    if plain[0].device.type == "cpu":
+        return torch.tensor([_checksum(values) - 2**63 for values in plain], dtype=torch.int64, device="cpu")
+    # All of them at once: a GPU takes longer to begin than to end with so few numbers.
+    bits = [_bits(values.reshape(-1)).to(torch.int32) for values in plain]
+    mixed = _mixed(torch.cat(bits), _places(sum(part.numel() for part in bits), plain[0].device))
+    return torch.stack([part.sum(dtype=torch.int64) for part in mixed.split([part.numel() for part in bits])])
+
+
 def awaited(several: Sequence[Sequence[Tensor]]) -> List[bool]:
     """For each of ``several``, whether one of its flags is set. Waits once for a GPU to tell, for all of them."""
     flags = [flag for some in several for flag in some]
@@ -99,20 +113,32 @@ def _sums_of_bits(values: Tensor) -> Tensor:
     Each number counts by its place in the row, and its bits are mixed before: neither values that change places nor as
     many signs that turn one way as the other leave a sum as it was.
     """
-    bits = values.view({2: torch.int16, 4: torch.int32}[values.element_size()])
+    bits = _bits(values)
     # Of a vector, each number is a row.
     rows = bits.unsqueeze(-1) if bits.dim() < 2 else bits.flatten(0, -2)
-    # Products wrap around, as all integers of torch's do. Those with odd numbers lose nothing.
-    places = torch.arange(1, 2 * rows.shape[1] + 1, 2, dtype=torch.int32, device=rows.device) * _ODD
+    places = _places(rows.shape[1], rows.device)
     sums = torch.empty(len(rows), dtype=torch.int64, device=rows.device)
     block = max(_BLOCK // max(rows.shape[1], 1), 1)
     for some, their_sums in zip(rows.split(block), sums.split(block)):
-        mixed = some.to(torch.int32, copy=True)
-        mixed ^= _shifted(mixed, 15)
-        mixed *= places
-        mixed ^= _shifted(mixed, 13)
-        torch.sum(mixed, -1, dtype=torch.int64, out=their_sums)
+        torch.sum(_mixed(some.to(torch.int32, copy=True), places), -1, dtype=torch.int64, out=their_sums)
     return sums
+
+
+def _bits(values: Tensor) -> Tensor:
+    return values.view({2: torch.int16, 4: torch.int32, 8: torch.int32}[values.element_size()])
+
+
+def _places(count: int, device: torch.device) -> Tensor:
+    # Products wrap around, as all integers of torch's do. Those with odd numbers lose nothing.
+    return torch.arange(1, 2 * count + 1, 2, dtype=torch.int32, device=device) * _ODD
+
+
+def _mixed(bits: Tensor, places: Tensor) -> Tensor:
+    """``bits``, each with its neighbours and its place mixed in. They are overwritten."""
+    bits ^= _shifted(bits, 15)
+    bits *= places
+    bits ^= _shifted(bits, 13)
+    return bits
 
 
 def _shifted(bits: Tensor, by: int) -> Tensor:

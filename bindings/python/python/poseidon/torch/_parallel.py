@@ -31,6 +31,7 @@ from poseidon.torch._layers import (
 from poseidon.torch._linear import patch, unpatch
 from poseidon.torch._parts import Part
 from poseidon.torch._remainder import Remainders
+from poseidon.torch._replicas import Replicas, are_comparable, tell
 from poseidon.torch._staleness import Staleness
 
 MODELS: "weakref.WeakSet[DistributedDataParallel]" = weakref.WeakSet()
@@ -132,6 +133,8 @@ class DistributedDataParallel(Forward, DdpInterface):
         # By group of the rule: the learning rates that the session has.
         self._rates: List[float] = []
         self._session: Optional[_native.Session] = None
+        # Of the session, unless workers' parameters may differ.
+        self._replicas: Optional[Replicas] = None
         self._process_group: Any = None
         self._shared = Buffers(self.module, self.parameters_to_ignore)
         self._doubles = Doubles()
@@ -314,7 +317,9 @@ class DistributedDataParallel(Forward, DdpInterface):
         rows = {f.name: f.rows for f in self._factored if not is_hooked(f.linear, own=1)}
         self._sessions_started += 1
         topic = f"rows of model {self._number}, {self._sessions_started}"
-        all_rows = [json.loads(r) for r in Job.get().gather(topic, json.dumps(rows))]
+        devices = sorted({member.device.type for member in self._members.values()})
+        told = [json.loads(facts) for facts in Job.get().gather(topic, json.dumps([rows, devices]))]
+        all_rows = [theirs for theirs, _ in told]
         for factored in self._factored:
             weight = factored.linear.weight
             most = max([self._batch or 0, *(r.get(factored.name, 0) for r in all_rows)])
@@ -367,6 +372,8 @@ class DistributedDataParallel(Forward, DdpInterface):
             threads=torch.get_num_threads(),
             **setup,
         )
+        if (self._begins_equal[0] or self._update == "server") and are_comparable([theirs for _, theirs in told]):
+            self._replicas = Replicas(self._session, list(self._members.values()))
         doubles = [m for m in self._members.values() if m.dtype == torch.float64]
         if doubles:
             self._units.append(self._doubles.unit(doubles))
@@ -412,7 +419,10 @@ class DistributedDataParallel(Forward, DdpInterface):
         if self._session is None:
             return
         self.synchronize()
+        self._end_replicas()
         for session in self._sessions():
+            session.say_goodbye()
+            tell(session)
             session.finish()
         self._session = None
         self._units = []
@@ -495,6 +505,7 @@ class DistributedDataParallel(Forward, DdpInterface):
             return
         if waits:
             self.synchronize()
+            self._end_replicas()
         self._is_open = False
         MODELS.discard(self)
         self._hooks.remove()
@@ -507,6 +518,11 @@ class DistributedDataParallel(Forward, DdpInterface):
         assert self._part is not None
         self._part.leave(self._sessions(), self._shared, self._doubles)
         self._session = None
+
+    def _end_replicas(self) -> None:
+        replicas, self._replicas = self._replicas, None
+        if replicas is not None:
+            replicas.end()
 
     def _sessions(self) -> List[_native.Session]:
         """Those to be ended with the model."""

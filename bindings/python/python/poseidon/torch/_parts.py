@@ -6,6 +6,7 @@ from typing import Any, Callable, Dict, List, Optional, Sequence
 
 from poseidon import _native
 from poseidon.torch._job import Job
+from poseidon.torch._replicas import tell
 
 
 class Part:
@@ -49,6 +50,7 @@ class Part:
             return lambda: None
         for session in self._sessions:
             session.say_goodbye()
+            tell(session)
         return self._wait
 
     def _wait(self) -> None:
