@@ -397,6 +397,7 @@ impl Session {
         begin: Option<u64>,
     ) {
         self.parts.trace.sent(layer.index(), in_flight.clock().0, begin);
+        self.layers.note_sent(layer, in_flight.clock());
         state.in_flight = Some(in_flight);
     }
 
