@@ -84,7 +84,8 @@ pub(super) fn pytorch(lab: &Lab<'_>) -> Result<Finding> {
     let mut run = command(&[lab.python()?, "bench/peers/torch_resume.py"]);
     run.args(["--steps", &steps, "--device", device, "--folder"]).arg(&place);
     let (mut rows, mut equal, mut all) = (String::new(), 0, 0);
-    lines_within(&mut run, LIMIT, |line| {
+    // It runs three jobs.
+    lines_within(&mut run, 3 * LIMIT, |line| {
         if !line.starts_with('{') {
             return Ok(());
         }
