@@ -1,7 +1,7 @@
 //! A server that speaks S3, for tries and benchmarks: objects are files of a folder.
 //!
 //! ```sh
-//! cargo run --release -p poseidon-checkpoint --example s3_server -- 127.0.0.1:9000 /tmp/store
+//! cargo run --release -p poseidon-checkpoint --example s3_server -- 127.0.0.1:9000 store
 //! export AWS_ENDPOINT_URL=http://127.0.0.1:9000 AWS_REGION=us-east-1
 //! export AWS_ACCESS_KEY_ID=key AWS_SECRET_ACCESS_KEY=secret
 //! poseidon train --checkpoint s3://bucket/run
