@@ -54,6 +54,9 @@ pub(crate) struct LayerState {
     pub(crate) stage: Option<Stage>,
     /// If the layer goes by factors: clocks that were sent and whose steps are not taken, in order.
     pub(crate) untaken: VecDeque<(Clock, Terms)>,
+    /// If the program rebuilds the layer itself: the clock whose state it has to hand over for a
+    /// checkpoint.
+    pub(crate) owed: Option<Clock>,
     /// Everybody's factors as `f32`s, if they travel as something else. Kept for the next step.
     decoded: Vec<f32>,
 }
@@ -126,6 +129,12 @@ impl Layers {
         self.threads
     }
 
+    /// Hands a piece to the thread that writes a checkpoint.
+    pub(crate) fn keep(&self, piece: KeptPiece) {
+        // A program that has stopped writing its checkpoint needs it no more.
+        let _ = self.keeper.send(piece);
+    }
+
     pub(crate) fn ids(&self) -> impl Iterator<Item = LayerId> + use<> {
         (0..self.states.len() as u32).map(LayerId)
     }
@@ -173,8 +182,7 @@ impl Layers {
                     vectors: state.rebuilder.state.iter().map(|vector| part(vector)).collect(),
                     range,
                 };
-                // A program that has stopped writing its checkpoint needs it no more.
-                let _ = self.keeper.send(piece);
+                self.keep(piece);
             }
         }
         *rebuilt = Some(begun..Instant::now());

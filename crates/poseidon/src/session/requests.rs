@@ -162,9 +162,9 @@ mod tests {
         let layers = [Layer::new("first", 4), Layer::new("last", 4)];
         let session = Session::builder(config).layers(layers).start().unwrap();
         let last = session.layer("last").unwrap();
+        let (tell, told) = channel();
         thread::scope(|scope| {
             let held = session.layers.state(last);
-            let (tell, told) = channel();
             scope.spawn(|| tell.send(session.next_step().unwrap()));
             let next = told.recv_timeout(Duration::from_secs(60));
             drop(held);
