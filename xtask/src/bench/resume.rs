@@ -35,6 +35,9 @@ pub(crate) struct Args {
     /// Of costs: how many times as slow ports and computing are, for machines with few cores
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..=100))]
     slower: u16,
+    /// Of costs: steps from one checkpoint to the next. Half of them must be enough to write it
+    #[arg(long, default_value_t = 8, value_parser = clap::value_parser!(u16).range(4..=1000))]
+    every: u16,
     /// How often all sides of a part take their turn [default: 3, with --quick 1]
     #[arg(long)]
     rounds: Option<usize>,

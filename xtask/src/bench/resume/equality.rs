@@ -127,13 +127,14 @@ fn train(lab: &Lab<'_>, start: Start, words: &str) -> Result<Report> {
         Start::Launcher => lab.train(words),
         Start::TwoHosts => {
             let mut others = Vec::new();
-            let mut ranks = two_hosts(words)?;
+            let mut ranks = two_hosts()?;
             let first = ranks.remove(0);
             for mut rank in ranks {
+                rank.arg("train").args(words.split_whitespace());
                 rank.stdout(Stdio::null()).stderr(Stdio::null());
                 others.push(rank.spawn().context("starting a rank")?);
             }
-            let report = lab.finish(first, "");
+            let report = lab.finish(first, words);
             for mut other in others {
                 match &report {
                     Ok(_) => {
@@ -159,14 +160,11 @@ fn train_until_killed(
 ) -> Result<()> {
     let words = format!("{words} --checkpoint {}", place.display());
     let mut commands = match start {
-        Start::Launcher => {
-            let mut launcher = command(&[environment::poseidon().display().to_string()]);
-            launcher.arg("train").args(words.split_whitespace());
-            vec![launcher]
-        }
-        Start::TwoHosts => two_hosts(&words)?,
+        Start::Launcher => vec![command(&[environment::poseidon().display().to_string()])],
+        Start::TwoHosts => two_hosts()?,
     };
     for command in &mut commands {
+        command.arg("train").args(words.split_whitespace());
         command.arg("--report").arg(lab.scratch.join("killed"));
         command.stdout(Stdio::null()).stderr(Stdio::null());
     }
@@ -207,17 +205,13 @@ fn kill_after(start: Start, started: &mut [Child], file: &Path) -> Result<()> {
     Ok(())
 }
 
-/// The ranks of a job, half of them on each of two hosts.
-fn two_hosts(words: &str) -> Result<Vec<Command>> {
+/// The `poseidon` command for every rank of a job, half of them on each of two hosts.
+fn two_hosts() -> Result<Vec<Command>> {
     // The one after it is the coordinator's.
     let port = TcpListener::bind(("127.0.0.1", 0))?.local_addr()?.port();
     let per_host = WORKERS / 2;
     let rank = |rank: usize| {
         let mut command = command(&[environment::poseidon().display().to_string()]);
-        command.arg("train").args(words.split_whitespace());
-        if !words.contains("--resume") {
-            command.args(["--workers", &WORKERS.to_string()]);
-        }
         for (name, number) in [
             ("RANK", rank),
             ("WORLD_SIZE", WORKERS),
