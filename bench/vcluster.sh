@@ -6,6 +6,7 @@
 #                                 MASTER_ADDR, MASTER_PORT; all have this script's standard input, so one of them at
 #                                 most may read it; RANKS=4 starts four on every node, RANKS=3,1,4 so many on each
 #   vcluster.sh mpi ARGUMENTS...  mpirun with these arguments on the first node, for ranks on all nodes, by RANKS as above
+#   vcluster.sh switch COMMAND... COMMAND at the switch, which nodes reach as 10.77.0.254 through their ports
 #   vcluster.sh bytes             a line per node: bytes sent, bytes received, frame headers included
 #   vcluster.sh down
 # Needs root and iproute2. Only namespaces whose names begin with $PREFIX- are touched.
@@ -63,6 +64,7 @@ up() {
   add_namespace "$SWITCH"
   ip -n "$SWITCH" link add bridge type bridge stp_state 0 mcast_snooping 0
   ip -n "$SWITCH" link set bridge up
+  ip -n "$SWITCH" addr add 10.77.0.254/24 dev bridge
   for ((i = 1; i <= nodes; i++)); do add_node "$i"; done
 }
 
@@ -135,6 +137,8 @@ agent() {
   become "$PREFIX-node${address##*.}" sh -c "$*"
 }
 
+switch() { exec ip netns exec "$SWITCH" "$@"; }
+
 bytes() {
   local i
   for ((i = 1; i <= $(node_count); i++)); do
@@ -148,6 +152,6 @@ down() {
 }
 
 case ${1:-} in
-  up | all | mpi | agent | bytes | down) "$@" ;;
-  *) sed -n '2,11s/^# \{0,1\}//p' "$0" >&2; exit 2 ;;
+  up | all | mpi | agent | switch | bytes | down) "$@" ;;
+  *) sed -n '2,12s/^# \{0,1\}//p' "$0" >&2; exit 2 ;;
 esac

@@ -8,6 +8,7 @@ import gc
 import importlib
 import json
 import os
+import random
 import selectors
 import signal
 import socket
@@ -22,7 +23,11 @@ HERE = Path(__file__).parent
 LONGEST = 1 << 20
 
 
-def run(function, workers, timeout=120, **arguments):
+# Seconds that a job of a test may take, however much else this machine does. None takes as long.
+PATIENCE = 400
+
+
+def run(function, workers, timeout=PATIENCE, **arguments):
     """What ``function(**arguments)`` returned on each worker. All of them must end well."""
     ended = attempt(function, workers, timeout, **arguments)
     for rank, (status, _, errors) in enumerate(ended):
@@ -30,7 +35,7 @@ def run(function, workers, timeout=120, **arguments):
     return [result for _, result, _ in ended]
 
 
-def attempt(function, workers, timeout=120, environment=None, **arguments):
+def attempt(function, workers, timeout=PATIENCE, environment=None, **arguments):
     """Exit status, result and standard error of each worker."""
     import torch
 
@@ -60,12 +65,17 @@ def attempt(function, workers, timeout=120, environment=None, **arguments):
 
 
 def free_port():
-    """A port that is free, and so is the one after it, where Poseidon's coordinator listens."""
+    """A port that is free, and so is the one after it, where Poseidon's coordinator listens.
+
+    It is none of those that the kernel gives to connections: on a machine with much to do, one of these may be
+    somebody's before the job has begun.
+    """
+    given = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     while True:
+        port = random.randrange(10_000, max(given - 1, 20_000))
         with socket.socket() as first, socket.socket() as second:
-            first.bind(("127.0.0.1", 0))
-            port = first.getsockname()[1]
             try:
+                first.bind(("127.0.0.1", port))
                 second.bind(("127.0.0.1", port + 1))
             except OSError:
                 continue

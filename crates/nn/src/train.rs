@@ -9,6 +9,7 @@
 
 mod log;
 mod slot;
+mod slower;
 
 pub use log::{Iteration, Span, Stats, What};
 pub use poseidon_core::Overlap;
@@ -22,9 +23,10 @@ use poseidon::session::{Builder, Saving};
 use poseidon::{Layer, LayerKind, Optimizer, Reduction, Session};
 use sha2::{Digest, Sha256};
 use slot::{Alone, Slot};
+use slower::Slower;
 use std::sync::Arc;
 use std::thread;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 /// What a worker trains.
 #[derive(Clone, Debug)]
@@ -89,6 +91,7 @@ pub struct Worker {
     /// Steps that a checkpoint had when this worker joined.
     before: u64,
     log: Log,
+    slower: Slower,
 }
 
 /// Who takes care of a step once the gradients are there.
@@ -170,7 +173,8 @@ impl Worker {
     fn new(task: &Task, sync: Sync, nets: Vec<Net>, slots: Vec<Option<Slot>>) -> Self {
         let log = Log::new(nets[0].layers().iter().map(|layer| layer.name.clone()).collect());
         let (capacity, overlap, seed) = (task.batch, task.overlap, task.seed);
-        Self { sync, nets, slots, capacity, overlap, seed, step: 0, before: 0, log }
+        let slower = Slower::default();
+        Self { sync, nets, slots, capacity, overlap, seed, step: 0, before: 0, log, slower }
     }
 
     /// The session, unless this worker trains alone.
@@ -321,9 +325,9 @@ impl Worker {
         Ok(hash.finalize()[..16].iter().map(|byte| format!("{byte:02x}")).collect())
     }
 
-    /// Seconds that this worker has computed so far.
-    pub fn compute_seconds(&self) -> f64 {
-        self.log.compute_seconds()
+    /// The next step computes at least so long, as it would on a slower machine.
+    pub fn slow_down(&mut self, least: Duration) {
+        self.slower.set(least);
     }
 
     /// Where the time went so far. To be asked after the last step.
@@ -348,6 +352,7 @@ impl Worker {
             log: &self.log,
             overlap: self.overlap,
             draw: Draw { seed: self.seed, step: self.step, first: batch.first, total: batch.total },
+            slower: &self.slower,
             phase,
         };
         let share = batch.labels.len().div_ceil(self.nets.len()).max(1);
@@ -394,6 +399,7 @@ struct Shared<'a> {
     log: &'a Log,
     overlap: Overlap,
     draw: Draw,
+    slower: &'a Slower,
     phase: Phase,
 }
 
@@ -413,7 +419,11 @@ impl Shared<'_> {
         net.load(images, labels, draw).map_err(load)?;
         let trains = self.phase == Phase::Train;
         // One device stands for all in the log: they do the same at the same time.
-        let note = |layer, what, start| {
+        let mut passes = self.slower.passes(2 * self.slots.len());
+        let mut note = |layer, what, start| {
+            if trains {
+                passes.end(start);
+            }
             if trains && device == 0 {
                 self.log.note(layer, what, start, Instant::now());
             }
@@ -449,6 +459,9 @@ impl Shared<'_> {
             if slot.arrive() && self.overlap != Overlap::None {
                 slot.send(self.sync, self.log, || net.factors(layer))?;
             }
+        }
+        if device == 0 {
+            passes.keep();
         }
         Ok(loss)
     }

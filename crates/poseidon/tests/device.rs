@@ -4,13 +4,14 @@
 mod cluster;
 
 use cluster::{Layout, without_hanging};
+use poseidon::checkpoint::{Checkpoint, Keep, open};
 use poseidon::collectives::{DeviceTensor, Request, Tensor, Terms, Work};
 use poseidon::device::late::Late;
 use poseidon::device::{Copier, ProgramStream, Stream};
-use poseidon::session::Builder;
+use poseidon::session::{Builder, Description};
 use poseidon::{
-    ChunkSize, Dtype, Encoding, Error, Factors, Group, Layer, LayerKind, OnDevice, Optimizer,
-    Policy, ReduceOp, Reduction, Session,
+    Checkpoints, ChunkSize, Dtype, Encoding, Error, Factors, Group, Layer, LayerKind, OnDevice,
+    Optimizer, Policy, ReduceOp, Reduction, Session,
 };
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
@@ -267,6 +268,71 @@ fn factors_of_all_workers_meet_on_the_device() {
         for layout in [Layout { lanes: 2, ..Layout::workers(3) }, Layout::hosts(&[2, 2])] {
             layout.run(describe, work).into_iter().for_each(|result| result.unwrap());
         }
+    });
+}
+
+/// Every worker hands over its share of a layer that the program rebuilds itself.
+#[test]
+fn layers_that_the_program_rebuilds_are_kept_in_checkpoints() {
+    let number =
+        |clock: u64, vector: usize, i: usize| (clock as usize * 1000 + vector * 100 + i) as f32;
+    let work = move |session: &Session| {
+        let (rank, workers, fc) = (session.rank(), session.workers(), session.layer("fc")?);
+        let gpu = Gpu::new(rank.into());
+        let all = gpu.memory(workers * BATCH * (M + N));
+        let values = gpu.memory(M * N + M);
+        session.broadcast_on_device(fc, gpu.lend(&values), STREAM)?;
+        receive(session, fc)?;
+        let mut saving = None;
+        for clock in 1..5 {
+            if clock == 3 {
+                saving = Some(session.begin_checkpoint(clock, Keep::default())?);
+            }
+            let rows = gpu.memory(BATCH * (M + N));
+            session.gather_on_device(fc, vec![gpu.lend(&rows)], gpu.lend(&all), STREAM)?;
+            assert_eq!(session.asked_to_keep(fc)?, None, "the step is not taken");
+            receive(session, fc)?;
+            let asked = session.asked_to_keep(fc)?;
+            assert_eq!(asked.is_some(), clock == 3);
+            let of = |range: std::ops::Range<usize>, vector| -> Vec<f32> {
+                range.map(|i| number(clock, vector, i)).collect()
+            };
+            let Some(range) = asked else {
+                let kept = session.keep_rebuilt(fc, of(0..1, 0), vec![of(0..1, 1)]);
+                assert!(kept.unwrap_err().to_string().contains("was not asked to keep"));
+                continue;
+            };
+            let kept = session.keep_rebuilt(fc, of(range.clone(), 0), Vec::new());
+            assert!(kept.unwrap_err().to_string().contains("remembers 1 vectors, got 0"));
+            let kept = session.keep_rebuilt(fc, of(0..1, 0), vec![of(range.clone(), 1)]);
+            assert!(kept.unwrap_err().to_string().contains("elements to keep, got 1"));
+            session.keep_rebuilt(fc, of(range.clone(), 0), vec![of(range, 1)])?;
+            saving.as_ref().expect("it was begun").describe(Description::default());
+        }
+        assert_eq!(saving.expect("it was begun").wait()?.step, 3);
+        Ok(())
+    };
+    without_hanging(move || {
+        let folder = tempfile::tempdir().unwrap();
+        let place = folder.path().to_str().unwrap().to_owned();
+        let to = place.clone();
+        let describe = move |builder: Builder| {
+            let kind = LayerKind::Fc { m: M, n: N };
+            let layer = Layer { kind, ..Layer::new("fc", M * N + M) };
+            let builder = builder.layer(layer).scheme(Policy::Sfb).batch(BATCH);
+            builder
+                .optimizer("sgd:momentum=0.9".parse::<Optimizer>().unwrap())
+                .learning_rate(0.5)
+                .checkpoints(Checkpoints { to: Some(to.clone()), from: None })
+        };
+        Layout::workers(3).run(describe, work).into_iter().for_each(|result| result.unwrap());
+        let checkpoint = Checkpoint::open(&open(&place).unwrap(), 3).unwrap();
+        for (what, vector) in [("parameters", 0), ("state.0", 1)] {
+            let expected: Vec<f32> = (0..M * N + M).map(|i| number(3, vector, i)).collect();
+            let found = checkpoint.read("fc", &what.parse().unwrap(), 0..M * N + M).unwrap();
+            assert_eq!(found, expected, "{what}");
+        }
+        assert_eq!(checkpoint.manifest().layers[0].steps, 3);
     });
 }
 

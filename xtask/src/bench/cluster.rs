@@ -13,6 +13,9 @@ const FAST: u64 = 10_000;
 /// The script's burst.
 const BURST_KB: u64 = 128;
 
+/// The switch's own address, which nodes reach through their ports.
+pub(crate) const SWITCH: &str = "10.77.0.254";
+
 /// Whether this process can make one.
 pub(crate) fn check() -> Result<()> {
     if !environment::is_root() || !works(&["ip", "-V"]) || !works(&["tc", "-V"]) {
@@ -61,6 +64,11 @@ impl Cluster {
         // The namespaces reach nobody else, so the secret protects nothing; nodes only have to agree.
         all.env("POSEIDON_SECRET", "known to the benchmark");
         all
+    }
+
+    /// A command that runs what is added to it at the switch, where no port limits it.
+    pub(crate) fn at_switch(&self) -> Command {
+        command(&[SCRIPT, "switch"])
     }
 
     /// As [`on_every_node`](Self::on_every_node), by `mpirun`: what is added are its arguments.

@@ -59,6 +59,11 @@ pub(crate) fn poseidon() -> PathBuf {
     target_dir().join("release/poseidon")
 }
 
+/// Where cargo leaves an example that was built for release.
+pub(crate) fn example(name: &str) -> PathBuf {
+    target_dir().join("release/examples").join(name)
+}
+
 /// Builds the `poseidon` command as it is shipped.
 pub(crate) fn build_poseidon() -> Result<()> {
     succeed(&mut command(&["cargo", "build", "--release", "-p", "poseidon-cli"]))

@@ -96,7 +96,7 @@ enum Precision {
 
 /// What computes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-enum Device {
+pub(crate) enum Device {
     /// The first NVIDIA GPU
     Cuda,
     /// The host itself
@@ -171,7 +171,7 @@ impl Precision {
 
 impl Device {
     /// As torch calls it.
-    fn name(self) -> &'static str {
+    pub(crate) fn name(self) -> &'static str {
         match self {
             Self::Cuda => "cuda",
             Self::Cpu => "cpu",

@@ -7,6 +7,7 @@
 mod case;
 mod node;
 mod report;
+mod saver;
 
 use crate::bandwidth::Bandwidth;
 use crate::lab::{Faults, Lab, LabSpec, MOST_NODES, QUEUE};
@@ -95,6 +96,14 @@ pub(crate) struct Args {
     #[arg(long, value_name = "L", default_value_t = 1, value_parser = at_least_1)]
     lanes: u16,
 
+    /// Make checkpoints in PLACE meanwhile: 'cargo xtask bench resume' finds out what they cost.
+    #[arg(long, value_name = "PLACE", requires = "every", hide = true)]
+    checkpoint: Option<String>,
+
+    /// Make one after every N steps.
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..), hide = true)]
+    every: Option<u32>,
+
     /// Print one JSON object and nothing else.
     #[arg(long)]
     json: bool,
@@ -108,7 +117,7 @@ pub(crate) struct Args {
 pub(crate) fn run(args: Args) -> anyhow::Result<ExitCode> {
     let case = Case::new(&args)?;
     if let Some(scheme) = args.node {
-        let seen = node::run(&case, scheme)?;
+        let seen = node::run(&case, scheme, args.checkpoint.clone().zip(args.every))?;
         say(&(serde_json::to_string(&seen)? + "\n"))?;
         return Ok(ExitCode::SUCCESS);
     }

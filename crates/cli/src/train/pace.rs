@@ -60,8 +60,6 @@ pub(super) struct Pace {
     step: Option<f64>,
     jitter: Jitter,
     chance: ChaCha8Rng,
-    /// Seconds that the worker has really computed, until the last step.
-    computed: f64,
 }
 
 impl Pretence {
@@ -98,21 +96,13 @@ impl Pretence {
         let factor: f64 = slow.map(|slow| slow.factor).product();
         let step = self.compute.map(|Age(time)| time.as_secs_f64() * factor);
         let chance = ChaCha8Rng::seed_from_u64(seed ^ u64::from(rank) << 32);
-        Pace { step, jitter: self.jitter, chance, computed: 0.0 }
+        Pace { step, jitter: self.jitter, chance }
     }
 }
 
 impl Pace {
-    /// Sleeps for what the next step takes longer than this machine computes. `computed`: seconds that
-    /// it has computed so far. A step is taken to compute as long as the last one.
-    pub(super) fn slow_down(&mut self, computed: f64) {
-        let last = Duration::try_from_secs_f64(computed - self.computed).unwrap_or_default();
-        self.computed = computed;
-        std::thread::sleep(self.next_step().saturating_sub(last));
-    }
-
-    /// How long the next step takes at least.
-    fn next_step(&mut self) -> Duration {
+    /// How long the next step computes at least.
+    pub(super) fn next_step(&mut self) -> Duration {
         let factor = self.jitter.draw(&mut self.chance);
         let seconds = self.step.map_or(0.0, |step| step * factor);
         Duration::try_from_secs_f64(seconds).unwrap_or(LONGEST).min(LONGEST)

@@ -307,7 +307,7 @@ impl Run<'_> {
             let step = self.worker.steps() - first;
             let is_last = step + 1 == steps;
             together = self.prepare_step(is_last, is_last && ends_epoch)?;
-            self.pace.slow_down(self.worker.compute_seconds());
+            self.worker.slow_down(self.pace.next_step());
             let batch = self.loader.next()?;
             if self.settings.sync.drops() == 0 {
                 self.images += batch.total as u64;

@@ -131,11 +131,6 @@ impl Log {
         inner.events.push(Event { layer, what, start, end });
     }
 
-    /// Seconds of computing so far. Unlike [`stats`](Self::stats) it may be asked in the middle of a step.
-    pub(super) fn compute_seconds(&self) -> f64 {
-        self.inner().stats.compute_seconds
-    }
-
     pub(super) fn stats(&self) -> Stats {
         let mut inner = self.inner();
         inner.count_flights(None);

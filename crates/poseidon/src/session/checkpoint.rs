@@ -2,12 +2,14 @@
 
 use crate::memory::kept::KeptPiece;
 use crate::node::checkpoint::{PartWriter, SLOWEST, Word, read_rule};
+use crate::session::layers::share;
 use crate::{Error, Session};
 use poseidon_checkpoint::{
     Checkpoint, Keep, LayerFacts, Manifest, TensorFacts, commit, discard, has_manifest, prune,
 };
 use poseidon_core::{Clock, LayerId};
 use serde_json::{Value, json};
+use std::ops::Range;
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
@@ -101,6 +103,53 @@ impl Session {
             }
             std::thread::sleep(GLANCE);
         }
+    }
+
+    /// The elements of `layer` that this worker has to [hand over](Session::keep_rebuilt): a checkpoint
+    /// is being made of the step that was received last, and the program rebuilds the layer itself. It
+    /// does so with [`gather_on_device`](Session::gather_on_device). Otherwise none.
+    pub fn asked_to_keep(&self, layer: LayerId) -> Result<Option<Range<usize>>, Error> {
+        let state = self.state(layer)?;
+        let is_there = state.owed.is_some_and(|clock| clock <= state.clock);
+        Ok(is_there.then(|| self.own_share(layer)))
+    }
+
+    /// Hands over what this worker [was asked to keep](Session::asked_to_keep) of a layer that the
+    /// program rebuilds itself: those elements of the parameters, and of every vector that the update
+    /// rule remembers, as they are after the step.
+    pub fn keep_rebuilt(
+        &self,
+        layer: LayerId,
+        parameters: Vec<f32>,
+        vectors: Vec<Vec<f32>>,
+    ) -> Result<(), Error> {
+        let mut state = self.state(layer)?;
+        let refuse = |why: String| Error::Config(format!("layer '{}': {why}", self.name(layer)));
+        let Some(clock) = state.owed.filter(|clock| *clock <= state.clock) else {
+            return Err(refuse("this worker was not asked to keep anything of it".into()));
+        };
+        let range = self.own_share(layer);
+        let expected = self.parts.book.job.rule(layer).state_vectors();
+        if vectors.len() != expected {
+            let got = vectors.len();
+            return Err(refuse(format!("its rule remembers {expected} vectors, got {got}")));
+        }
+        if let Some(wrong) = vectors.iter().chain([&parameters]).find(|v| v.len() != range.len()) {
+            let (expected, got) = (range.len(), wrong.len());
+            return Err(refuse(format!("expected {expected} elements to keep, got {got}")));
+        }
+        state.owed = None;
+        let vectors = vectors.into_iter().map(Arc::from).collect();
+        let steps = clock.0 + state.steps_before;
+        let parameters = parameters.into();
+        self.layers.keep(KeptPiece { layer, range, clock, steps, parameters, vectors });
+        Ok(())
+    }
+
+    /// The elements that this worker keeps of a layer that all workers have.
+    fn own_share(&self, layer: LayerId) -> Range<usize> {
+        let len = self.parts.book.job.layers[layer.index()].len;
+        share(len, self.node.me, self.parts.book.cluster.workers())
     }
 
     /// The checkpoint that this job goes on from. The session has put the update rules where they

@@ -5,7 +5,7 @@ use crate::memory::on_device::OnDevice;
 use crate::session::Session;
 use crate::session::layers::{InFlight, LayerState};
 use crate::{Error, LayerId};
-use poseidon_core::wire::{Marks, Terms};
+use poseidon_core::wire::Terms;
 use poseidon_core::{Clock, Encoding, Scheme};
 use poseidon_device::Copier;
 use std::sync::Arc;
@@ -57,9 +57,6 @@ impl Session {
         };
         if matrices.layout.lead > 0 {
             return refuse("on a device that needs 'bsp'");
-        }
-        if terms.marks.contains(Marks::KEEP) {
-            return refuse("the program has to save it");
         }
         self.check_running()?;
         Ok((matrices.clone(), state.clock.next(), terms))

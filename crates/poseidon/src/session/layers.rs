@@ -14,6 +14,7 @@ use poseidon_core::wire::{Marks, Terms};
 use poseidon_core::{Clock, NodeId, Optimizer};
 use std::collections::VecDeque;
 use std::ops::Range;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{self, Receiver, Sender};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::thread::JoinHandle;
@@ -23,6 +24,9 @@ use std::time::{Duration, Instant};
 #[derive(Debug)]
 pub(crate) struct Layers {
     states: Vec<Mutex<LayerState>>,
+    /// By layer: the clock that was sent last. Written by whoever sends, who holds the layer's state.
+    /// Read without that lock, which the rebuild thread may hold for a large part of a step.
+    sent: Vec<AtomicU64>,
     /// By layer: the matrices of those that go by factors.
     matrices: Vec<Option<Arc<FactorMatrices>>>,
     /// By layer.
@@ -50,6 +54,9 @@ pub(crate) struct LayerState {
     pub(crate) stage: Option<Stage>,
     /// If the layer goes by factors: clocks that were sent and whose steps are not taken, in order.
     pub(crate) untaken: VecDeque<(Clock, Terms)>,
+    /// If the program rebuilds the layer itself: the clock whose state it has to hand over for a
+    /// checkpoint.
+    pub(crate) owed: Option<Clock>,
     /// Everybody's factors as `f32`s, if they travel as something else. Kept for the next step.
     decoded: Vec<f32>,
 }
@@ -83,7 +90,8 @@ impl Layers {
         (me, keeper): (NodeId, Sender<KeptPiece>),
     ) -> Self {
         let states = matrices.iter().map(|_| Mutex::default()).collect();
-        Self { states, matrices, rules, threads, tiles, me, keeper, trace: None }
+        let sent = matrices.iter().map(|_| AtomicU64::new(0)).collect();
+        Self { states, sent, matrices, rules, threads, tiles, me, keeper, trace: None }
     }
 
     /// When layers are rebuilt is noted in `trace`.
@@ -106,9 +114,25 @@ impl Layers {
         self.states.get(layer.index())?.try_lock().ok()
     }
 
+    /// The clock of `layer` that was sent last; 0 before the first. Waits for nobody.
+    pub(crate) fn sent(&self, layer: LayerId) -> Clock {
+        self.sent.get(layer.index()).map_or(Clock(0), |sent| Clock(sent.load(Ordering::Relaxed)))
+    }
+
+    /// `clock` is the one of `layer` that was sent last.
+    pub(crate) fn note_sent(&self, layer: LayerId, clock: Clock) {
+        self.sent[layer.index()].store(clock.0, Ordering::Relaxed);
+    }
+
     /// How many threads a product may use.
     pub(crate) fn threads(&self) -> usize {
         self.threads
+    }
+
+    /// Hands a piece to the thread that writes a checkpoint.
+    pub(crate) fn keep(&self, piece: KeptPiece) {
+        // A program that has stopped writing its checkpoint needs it no more.
+        let _ = self.keeper.send(piece);
     }
 
     pub(crate) fn ids(&self) -> impl Iterator<Item = LayerId> + use<> {
@@ -158,8 +182,7 @@ impl Layers {
                     vectors: state.rebuilder.state.iter().map(|vector| part(vector)).collect(),
                     range,
                 };
-                // A program that has stopped writing its checkpoint needs it no more.
-                let _ = self.keeper.send(piece);
+                self.keep(piece);
             }
         }
         *rebuilt = Some(begun..Instant::now());

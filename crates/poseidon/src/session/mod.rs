@@ -34,7 +34,7 @@ pub use crate::session::requests::Turnout;
 use crate::{Buffer, Error, Traffic};
 pub use builder::Builder;
 pub use checkpoint::{Description, Saved, Saving};
-use poseidon_core::wire::{Kind, Terms};
+use poseidon_core::wire::{Kind, Marks, Terms};
 use poseidon_core::{ChannelId, Clock, Encoding, Encodings, LayerId, Plan, Scheme};
 use serde_json::Value;
 use std::ops::Range;
@@ -397,6 +397,12 @@ impl Session {
         begin: Option<u64>,
     ) {
         self.parts.trace.sent(layer.index(), in_flight.clock().0, begin);
+        self.layers.note_sent(layer, in_flight.clock());
+        let is_owed = matches!(in_flight, InFlight::Gathered(_))
+            && self.requests.marks(in_flight.clock()).contains(Marks::KEEP);
+        if is_owed {
+            state.owed = Some(in_flight.clock());
+        }
         state.in_flight = Some(in_flight);
     }
 

@@ -176,6 +176,7 @@ impl Session {
         for (layer, position) in layers.ids().zip(positions) {
             let mut state = layers.state(layer).expect("as many layers as before");
             state.clock = position.clock;
+            layers.note_sent(layer, position.clock);
             state.initialised = position.initialised;
             state.steps_before = position.steps_before;
             if layers.matrices(layer).is_some() {

@@ -103,7 +103,8 @@ impl Session {
         self.parts.board.stop()
     }
 
-    /// The clock of the next step. All layers must be at the same clock, unless slow workers may be
+    /// The clock of the next step. It does not wait for layers that are being rebuilt: a program asks
+    /// for it while the layers of the last step are on their way. All layers must be at the same clock, unless slow workers may be
     /// dropped: then the layers that are still in flight come back at the clock of one that has come back.
     pub(super) fn next_step(&self) -> Result<Clock, Error> {
         if self.parts.plan.consistency().drops() > 0 {
@@ -123,8 +124,7 @@ impl Session {
         }
         let mut next = None;
         for layer in self.layers.ids() {
-            let state = self.state(layer)?;
-            let sent = state.in_flight.as_ref().map_or(state.clock, |sent| sent.clock());
+            let sent = self.layers.sent(layer);
             let first = *next.get_or_insert((layer, sent));
             if first.1 != sent {
                 return Err(Error::Config(format!(
@@ -143,5 +143,33 @@ impl Session {
     /// [`parts.kept`](crate::node::session_parts::SessionParts::kept).
     pub(super) fn keep(&self, clock: Clock) {
         self.requests.keep.store(clock.0, Ordering::Relaxed);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{Config, Layer};
+    use poseidon_link::Secret;
+    use std::sync::mpsc::channel;
+    use std::thread;
+    use std::time::Duration;
+
+    /// The thread that rebuilds a layer holds the layer's state for as long as it takes.
+    #[test]
+    fn the_next_step_is_known_while_a_layer_is_being_rebuilt() {
+        let config = Config::alone(Secret::random().unwrap());
+        let layers = [Layer::new("first", 4), Layer::new("last", 4)];
+        let session = Session::builder(config).layers(layers).start().unwrap();
+        let last = session.layer("last").unwrap();
+        let (tell, told) = channel();
+        thread::scope(|scope| {
+            let held = session.layers.state(last);
+            scope.spawn(|| tell.send(session.next_step().unwrap()));
+            let next = told.recv_timeout(Duration::from_secs(60));
+            drop(held);
+            assert_eq!(next.expect("it waits for the layer"), Clock(1));
+        });
+        session.finish().unwrap();
     }
 }

@@ -1,9 +1,12 @@
 //! One node of a run: a worker that sleeps instead of computing, and exchanges for real.
 
 use super::case::Case;
+use super::saver::{Made, Saver};
 use crate::bench::worker::process_cpu;
 use anyhow::ensure;
-use poseidon::{Buffer, Config, Factors, Layer, LayerId, LayerKind, Policy, Scheme, Session};
+use poseidon::{
+    Buffer, Checkpoints, Config, Factors, Layer, LayerId, LayerKind, Policy, Scheme, Session,
+};
 use poseidon_sim::Overlap;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -21,27 +24,36 @@ pub(super) struct Seen {
     pub(super) rebuilding: f64,
     /// seconds of a processor.
     pub(super) cpu: f64,
+    /// The checkpoints that were made meanwhile.
+    pub(super) checkpoints: Vec<Made>,
 }
 
-/// Takes part in a run.
-pub(super) fn run(case: &Case, scheme: Policy) -> anyhow::Result<Seen> {
+/// Takes part in a run. `saving` is where checkpoints go, and after how many steps one is made.
+pub(super) fn run(
+    case: &Case,
+    scheme: Policy,
+    saving: Option<(String, u32)>,
+) -> anyhow::Result<Seen> {
     let mut config = Config::from_env()?;
     let step = Duration::try_from_secs_f64(case.compute_seconds())?;
     // A step may wait for as long as it computes, and for a link that is ten times too slow.
     config.timeout = config.timeout.max(step * 20);
     let layers = case.model.layers.iter().filter(|layer| layer.parameters > 0);
+    let (to, every) = saving.unzip();
     let session = Session::builder(config)
         .layers(layers.map(Layer::from))
         .optimizer("sgd:momentum=0.9".parse()?)
         .learning_rate(RATE)
         .scheme(scheme)
         .batch(case.batch)
+        .checkpoints(Checkpoints { to, from: None })
         .start()?;
     let mut worker = Worker::join(case, &session)?;
+    let mut saver = Saver::new(&session, every);
     // Everybody begins with everybody's initial parameters, and nothing else is under way.
     session.gather("begin", &Value::Null)?;
     let (cpu, traffic) = (process_cpu(), session.traffic());
-    let seconds = worker.train(case)?;
+    let seconds = worker.train(case, &mut saver)?;
     session.gather("end", &Value::Null)?;
     let count = f64::from(case.steps);
     let seen = Seen {
@@ -49,6 +61,7 @@ pub(super) fn run(case: &Case, scheme: Policy) -> anyhow::Result<Seen> {
         bytes_sent: (session.traffic().bytes_sent - traffic.bytes_sent) as f64 / count,
         rebuilding: worker.rebuilding.as_secs_f64() / count,
         cpu: (process_cpu() - cpu).as_secs_f64() / count,
+        checkpoints: saver.finish()?,
     };
     drop(worker);
     session.finish()?;
@@ -114,12 +127,13 @@ impl<'a> Worker<'a> {
     }
 
     /// Takes all steps; returns the seconds of each.
-    fn train(&mut self, case: &Case) -> anyhow::Result<Vec<f64>> {
+    fn train(&mut self, case: &Case, saver: &mut Saver<'_>) -> anyhow::Result<Vec<f64>> {
         let layers = 0..case.times.len();
         let mut begun = Vec::new();
         self.device.busy_until = Instant::now();
-        for _ in 0..case.steps {
+        for step in 1..=case.steps {
             begun.push(Instant::now());
+            saver.before(step)?;
             for layer in layers.clone() {
                 self.receive(layer)?;
                 self.device.compute(case.times[layer].forward);

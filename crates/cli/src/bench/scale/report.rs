@@ -238,6 +238,7 @@ mod tests {
             bytes_sent: bytes[node] as f64 * if node == 1 { 0.99 } else { 1.0 },
             rebuilding: 0.0,
             cpu: 0.0,
+            checkpoints: Vec::new(),
         };
         let row = Row::new(&case, Policy::Ps, &[seen(0), seen(1)]).unwrap();
         assert!((row.iteration_deviation - 0.1).abs() < 1e-9, "{row:?}");
