@@ -16,6 +16,7 @@ mod record;
 mod resume;
 mod scale;
 mod size;
+mod soak;
 mod summary;
 mod targets;
 mod torch;
@@ -68,6 +69,11 @@ pub(crate) enum Bench {
     Torch(torch::Args),
     /// Exactness, convergence, overhead and speed of `poseidon train`; parts of it need root
     Train(train::Args),
+    /// Whether a job that is watched needs ever more memory
+    ///
+    /// Workers sleep where others compute, so that many find room on one machine. A job of an hour
+    /// takes a few minutes of CPU time.
+    Soak(soak::Args),
     /// The simulator beside real runs on virtual clusters with pretended computing
     Scale(scale::Args),
     /// An exchange over links with delay and loss, beside Gloo: one network namespace per node
@@ -85,6 +91,7 @@ pub(crate) fn run(bench: &Bench) -> Result<()> {
         Bench::Torch(args) => torch::run(args),
         Bench::Train(args) => train::run(args),
         Bench::Scale(args) => scale::run(args),
+        Bench::Soak(args) => soak::run(args),
         Bench::Weather(args) => weather::run(args),
     }
 }
