@@ -21,7 +21,7 @@ from poseidon.torch._checkpoint import load, save
 from poseidon.torch._job import barrier, init, is_initialized, rank, shutdown, world_size
 from poseidon.torch._layers import plan
 from poseidon.torch._parallel import DistributedDataParallel
-from poseidon.torch._report import metrics_address, record, report
+from poseidon.torch._report import metrics_address, record, report, scalar
 from poseidon.torch._rules import SGD, Adam, AdamW
 from poseidon.torch._saving import Saving
 
@@ -44,6 +44,7 @@ __all__ = [
     "record",
     "report",
     "save",
+    "scalar",
     "shutdown",
     "world_size",
 ]
