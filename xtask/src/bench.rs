@@ -20,6 +20,7 @@ mod soak;
 mod summary;
 mod targets;
 mod torch;
+mod trace;
 mod train;
 mod turns;
 mod weather;
@@ -67,6 +68,8 @@ pub(crate) enum Bench {
     Resume(resume::Args),
     /// Training with PyTorch, beside stock DistributedDataParallel on Gloo; parts of it need root
     Torch(torch::Args),
+    /// What it costs a job to write a trace
+    Trace(trace::Args),
     /// Exactness, convergence, overhead and speed of `poseidon train`; parts of it need root
     Train(train::Args),
     /// Whether a job that is watched needs ever more memory
@@ -89,6 +92,7 @@ pub(crate) fn run(bench: &Bench) -> Result<()> {
         Bench::Links(args) => links::run(args),
         Bench::Resume(args) => resume::run(args),
         Bench::Torch(args) => torch::run(args),
+        Bench::Trace(args) => trace::run(args),
         Bench::Train(args) => train::run(args),
         Bench::Scale(args) => scale::run(args),
         Bench::Soak(args) => soak::run(args),
