@@ -16,10 +16,12 @@ mod record;
 mod resume;
 mod scale;
 mod size;
+mod soak;
 mod strangers;
 mod summary;
 mod targets;
 mod torch;
+mod trace;
 mod train;
 mod turns;
 mod weather;
@@ -67,8 +69,15 @@ pub(crate) enum Bench {
     Resume(resume::Args),
     /// Training with PyTorch, beside stock DistributedDataParallel on Gloo; parts of it need root
     Torch(torch::Args),
+    /// What it costs a job to write a trace
+    Trace(trace::Args),
     /// Exactness, convergence, overhead and speed of `poseidon train`; parts of it need root
     Train(train::Args),
+    /// Whether a job that is watched needs ever more memory
+    ///
+    /// Workers sleep where others compute, so that many find room on one machine. A job of an hour
+    /// takes a few minutes of CPU time.
+    Soak(soak::Args),
     /// The simulator beside real runs on virtual clusters with pretended computing
     Scale(scale::Args),
     /// Exchanges with and without strangers at the doors of the job
@@ -90,9 +99,11 @@ pub(crate) fn run(bench: &Bench) -> Result<()> {
         Bench::Links(args) => links::run(args),
         Bench::Resume(args) => resume::run(args),
         Bench::Torch(args) => torch::run(args),
+        Bench::Trace(args) => trace::run(args),
         Bench::Train(args) => train::run(args),
         Bench::Scale(args) => scale::run(args),
         Bench::Strangers(args) => strangers::run(args),
+        Bench::Soak(args) => soak::run(args),
         Bench::Weather(args) => weather::run(args),
     }
 }

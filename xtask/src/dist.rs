@@ -1,5 +1,6 @@
-//! `cargo xtask dist`: wheels of the Python package that install without Rust, for old systems and
-//! for other processors. Each carries the `poseidon` command.
+//! `cargo xtask dist`: what installs without Rust, for old systems and for other processors. The
+//! `poseidon` command as one file that needs no library of the system, and wheels of the Python
+//! package, which carry the command, too.
 
 use crate::command::{command, output, succeed, target_dir, works};
 use anyhow::{Context, Result, bail, ensure};
@@ -16,10 +17,13 @@ pub(crate) struct Args {
     /// Processors to build for [default: all]
     #[arg(long, value_enum, value_delimiter = ',')]
     only: Vec<Processor>,
+    /// What to build [default: all]
+    #[arg(long, value_enum, value_delimiter = ',')]
+    what: Vec<What>,
     /// The oldest glibc that a wheel runs with: 2.17 (manylinux2014) or 2.28
     #[arg(long, value_enum, default_value_t = Glibc::V2_17)]
     glibc: Glibc,
-    /// Where the wheels go [default: target/wheels]
+    /// Where the files go [default: target/wheels]
     #[arg(long)]
     out: Option<PathBuf>,
 }
@@ -32,6 +36,14 @@ enum Processor {
     /// ARM
     #[value(name = "aarch64")]
     Arm,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum What {
+    /// The command, linked statically with musl: one file for any Linux
+    Binary,
+    /// The Python package
+    Wheel,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -54,7 +66,10 @@ const MANIFEST: &str = "bindings/python/Cargo.toml";
 /// Where the package has the command; the console script looks there.
 const COMMAND: &str = "bindings/python/python/poseidon/bin/poseidon";
 
-/// Builds the wheels.
+/// How both are built: see `Cargo.toml`.
+const PROFILE: &str = "dist";
+
+/// Builds what is asked for.
 pub(crate) fn run(args: &Args) -> Result<()> {
     let processors =
         if args.only.is_empty() { Processor::value_variants() } else { args.only.as_slice() };
@@ -62,20 +77,27 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     let tools = Tools::install()?;
     let mut made = Vec::new();
     let mut missing = Vec::new();
-    for &processor in processors {
-        println!("--- {}", processor.triple());
-        match tools.wheel(processor, args.glibc, &out) {
-            Ok(wheel) => made.push(wheel),
+    let whats = if args.what.is_empty() { What::value_variants() } else { args.what.as_slice() };
+    for (&what, &processor) in whats.iter().flat_map(|w| processors.iter().map(move |p| (w, p))) {
+        let name = format!("{what:?} for {processor:?}");
+        println!("--- {name}");
+        let file = match what {
+            What::Binary => tools.binary(processor, &out),
+            What::Wheel => tools.wheel(processor, args.glibc, &out),
+        };
+        match file {
+            Ok(file) => made.push(file),
             // The others are worth having all the same.
-            Err(error) => missing.push(format!("{}: {error:#}", processor.triple())),
+            Err(error) => missing.push(format!("{name}: {error:#}")),
         }
     }
     println!("--- summary");
-    for wheel in &made {
-        println!("{} carries the poseidon command", wheel.display());
+    for file in &made {
+        let megabytes = fs::metadata(file)?.len() as f64 / 1e6;
+        println!("{}, {megabytes:.1} MB", file.display());
     }
     if !missing.is_empty() {
-        bail!("no wheel for {}", missing.join("; "));
+        bail!("missing: {}", missing.join("; "));
     }
     Ok(())
 }
@@ -106,14 +128,30 @@ impl Tools {
         Ok(Self { bin, path })
     }
 
+    /// Builds the command as one file.
+    fn binary(&self, processor: Processor, out: &Path) -> Result<PathBuf> {
+        let triple = processor.static_triple();
+        let built = self.command(triple, triple)?;
+        let needs = interpreter(&fs::read(&built)?);
+        ensure!(!needs, "{} needs libraries of the system", built.display());
+        fs::create_dir_all(out)?;
+        let binary = out.join(format!("poseidon-{}", triple.replace("-unknown", "")));
+        fs::copy(&built, &binary).with_context(|| binary.display().to_string())?;
+        Ok(binary)
+    }
+
+    /// Builds the command for `target`, which is `triple` and perhaps a glibc, and says where it is.
+    fn command(&self, triple: &str, target: &str) -> Result<PathBuf> {
+        add_target(triple)?;
+        let words = ["build", "--profile", PROFILE, "-p", "poseidon-cli", "--bin", "poseidon"];
+        succeed(self.tool("cargo-zigbuild").args(words).args(["--target", target]))?;
+        Ok(target_dir().join(triple).join(PROFILE).join("poseidon"))
+    }
+
     /// Builds the command and the wheel that carries it.
     fn wheel(&self, processor: Processor, glibc: Glibc, out: &Path) -> Result<PathBuf> {
         let triple = processor.triple();
-        add_target(triple)?;
-        let target = format!("{triple}.{}", glibc.version());
-        let words = ["build", "--release", "-p", "poseidon-cli", "--bin", "poseidon", "--target"];
-        succeed(self.tool("cargo-zigbuild").args(words).arg(&target))?;
-        let built = target_dir().join(triple).join("release/poseidon");
+        let built = self.command(triple, &format!("{triple}.{}", glibc.version()))?;
         let command = Path::new(COMMAND);
         fs::create_dir_all(command.parent().context("a folder")?)?;
         fs::copy(&built, command).with_context(|| format!("{} to {COMMAND}", built.display()))?;
@@ -135,7 +173,8 @@ impl Tools {
             fs::remove_dir_all(&fresh)?;
         }
         let mut maturin = self.tool("maturin");
-        maturin.args(["build", "--release", "--zig", "--compatibility", glibc.manylinux()]);
+        maturin.args(["build", "--profile", PROFILE, "--zig"]);
+        maturin.args(["--compatibility", glibc.manylinux()]);
         maturin.args(["--target", triple, "-m", MANIFEST, "--out"]).arg(&fresh);
         succeed(&mut maturin)?;
         let made = fs::read_dir(&fresh)?.next().context("maturin has made no wheel")??;
@@ -159,6 +198,14 @@ impl Processor {
         match self {
             Self::X86 => "x86_64-unknown-linux-gnu",
             Self::Arm => "aarch64-unknown-linux-gnu",
+        }
+    }
+
+    /// With a C library that can be linked statically.
+    fn static_triple(self) -> &'static str {
+        match self {
+            Self::X86 => "x86_64-unknown-linux-musl",
+            Self::Arm => "aarch64-unknown-linux-musl",
         }
     }
 }
@@ -191,6 +238,17 @@ fn add_target(triple: &str) -> Result<()> {
     })
 }
 
+/// Whether an ELF file of 64 bits names a program that loads its libraries.
+fn interpreter(file: &[u8]) -> bool {
+    const INTERPRETER: usize = 3;
+    let number = |at: usize, bytes: usize| {
+        let bytes = file.get(at..at + bytes).unwrap_or_default().iter().rev();
+        bytes.fold(0, |number, byte| number << 8 | usize::from(*byte))
+    };
+    let (table, size, count) = (number(32, 8), number(54, 2), number(56, 2));
+    (0..count).any(|entry| number(table + entry * size, 4) == INTERPRETER)
+}
+
 /// Whether the list of a wheel's files has the command.
 fn has_command(files: &str) -> bool {
     files.lines().any(|line| line.split_whitespace().next() == Some("poseidon/bin/poseidon"))
@@ -206,6 +264,16 @@ mod tests {
         let module = line("poseidon/_native.abi3.so");
         assert!(has_command(&(module.clone() + &line("poseidon/bin/poseidon"))));
         assert!(!has_command(&(module + &line("poseidon/bin/poseidon.txt"))));
+    }
+
+    #[test]
+    fn a_program_that_needs_libraries_is_told_from_one_that_does_not() {
+        let this = fs::read(env::current_exe().unwrap()).unwrap();
+        assert!(interpreter(&this));
+        // Without the table that names the interpreter.
+        let mut without = this[..64].to_vec();
+        without[56..58].fill(0);
+        assert!(!interpreter(&without));
     }
 
     #[test]

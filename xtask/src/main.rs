@@ -40,7 +40,7 @@ enum Task {
     Fuzz(fuzz::Args),
     /// Run tests under Miri, which finds undefined behaviour; needs a nightly toolchain with Miri
     Miri,
-    /// Build wheels of the Python package, with the poseidon command, for x86_64 and aarch64
+    /// Build what installs without Rust: the command as one file, and wheels of the Python package
     Dist(dist::Args),
     /// Measure, and record the result as a dated folder
     #[command(subcommand)]

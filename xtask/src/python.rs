@@ -10,7 +10,7 @@ const PACKAGE: &str = "bindings/python";
 const ENV: &str = "bindings/python/.env";
 /// What has to be importable before the package is built.
 const NEEDS: &str = "import expecttest, maturin, mypy, numpy, pytest, pytest_rerunfailures, safetensors, \
-                     torch";
+                     tensorboard, torch";
 
 /// Builds the package into its own environment, checks its types and runs its tests, the examples
 /// among them.

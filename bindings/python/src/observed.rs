@@ -19,6 +19,13 @@ fn write_trace(py: Python<'_>, session: &Session, folder: PathBuf) -> PyResult<P
     py.detach(|| session.write_trace(&folder)).map_err(|error| raise(py, error))
 }
 
+/// Tells a value to whoever looks at the process's scalars.
+#[pyfunction]
+fn scalar(session: &Session, name: &str, value: f64) -> PyResult<()> {
+    session.session()?.scalar(name, value);
+    Ok(())
+}
+
 /// Where metrics of the session's process are served, as `address:port`, if they are.
 #[pyfunction]
 fn metrics_address(session: &Session) -> PyResult<Option<String>> {
@@ -27,6 +34,7 @@ fn metrics_address(session: &Session) -> PyResult<Option<String>> {
 
 pub(super) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(record, module)?)?;
+    module.add_function(wrap_pyfunction!(scalar, module)?)?;
     module.add_function(wrap_pyfunction!(write_trace, module)?)?;
     module.add_function(wrap_pyfunction!(metrics_address, module)?)
 }

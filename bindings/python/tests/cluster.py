@@ -52,8 +52,8 @@ def attempt(function, workers, timeout=PATIENCE, environment=None, **arguments):
                 MASTER_PORT=str(port),
                 POSEIDON_SECRET="known to all of us",
                 OMP_NUM_THREADS="1",
-                **(environment or {}),
             )
+            env.update(environment or {})
             ForkServer.get().start(rank, env, [function.__module__, function.__name__, folder])
         statuses = ForkServer.get().wait(workers, timeout)
         ended = []

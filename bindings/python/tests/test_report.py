@@ -1,12 +1,15 @@
 """What a job shows of itself."""
 
 import json
+import socket
 import sys
+import time
 import urllib.request
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from cluster import attempt, run
 from torch import nn
 
@@ -111,3 +114,116 @@ def test_metrics_are_served(monkeypatch):
         steps = [line for line in text.splitlines() if line.startswith("poseidon_steps_total")]
         assert any(f'node="worker {rank}"' in line and line.endswith(f" {STEPS}") for line in steps), steps
         assert "poseidon_layer_wait_seconds_total" in text
+
+
+TAGS = ["poseidon/seconds_per_step", "poseidon/waiting_share", "poseidon/sent_bytes_per_second"]
+
+
+def scalars_of(folder):
+    """What TensorBoard itself reads: by tag, the last step and value."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    last = {tag: events.Scalars(tag)[-1] for tag in events.Tags()["scalars"]}
+    return {tag: (event.step, event.value) for tag, event in last.items()}
+
+
+def shows_scalars(folder):
+    import poseidon.torch as psd
+
+    psd.init()
+    own = Path(folder) / f"rank{psd.rank()}"
+    train(1)
+    psd.scalar("loss", torch.tensor(0.25 + psd.rank()))
+    # They are written about once a second.
+    deadline = time.monotonic() + 60
+    while not {*TAGS, "loss"} <= set(found := scalars_of(own)):
+        assert time.monotonic() < deadline, found
+        time.sleep(0.1)
+        train(1)
+    psd.barrier()
+    return found
+
+
+def test_tensorboard_reads_scalars(tmp_path, monkeypatch):
+    pytest.importorskip("tensorboard")
+    monkeypatch.setenv("POSEIDON_TENSORBOARD", str(tmp_path))
+    for rank, found in enumerate(run(shows_scalars, 2, folder=str(tmp_path))):
+        step, loss = found["loss"]
+        assert step >= 1 and loss == 0.25 + rank, found
+        assert found["poseidon/seconds_per_step"][1] > 0, found
+        assert 0 <= found["poseidon/waiting_share"][1] <= 1, found
+
+
+def free_ports(count):
+    """The first of so many ports after each other that are free."""
+    while True:
+        with socket.socket() as first:
+            first.bind(("127.0.0.1", 0))
+            port = first.getsockname()[1]
+        try:
+            for following in range(port, port + count):
+                with socket.socket() as one:
+                    one.bind(("127.0.0.1", following))
+        except (OSError, OverflowError):
+            continue
+        return port
+
+
+def collectives(port, fails=False):
+    import poseidon._c10d_register
+
+    poseidon._c10d_register.register()
+    dist.init_process_group("poseidon")
+    rank, size = dist.get_rank(), dist.get_world_size()
+    for _ in range(STEPS):
+        dist.all_reduce(torch.ones(1000))
+    dist.broadcast(torch.ones(10), 0)
+    if fails:
+        if rank == 1:
+            raise ValueError("a mistake of this rank")
+        dist.all_reduce(torch.ones(1000))
+    # Ports of process groups come after those of sessions.
+    with urllib.request.urlopen(f"http://127.0.0.1:{port + size + rank}/metrics", timeout=30) as answer:
+        text = answer.read().decode()
+    dist.barrier()
+    dist.destroy_process_group()
+    return text
+
+
+def test_process_groups_have_metrics_and_a_report(tmp_path):
+    port = free_ports(4)
+    environment = {"POSEIDON_METRICS": str(port), "POSEIDON_REPORT": str(tmp_path)}
+    for rank, (status, text, errors) in enumerate(attempt(collectives, 2, environment=environment, port=port)):
+        assert status == 0, errors
+        labels = f'{{node="worker {rank}",operation="all_reduce"}}'
+        assert f"poseidon_operations_total{labels} {STEPS}\n" in text, text
+        assert f"poseidon_operation_seconds_total{labels}" in text
+        about = json.loads((tmp_path / "c10d" / f"trace.rank{rank}.json").read_text())["otherData"]["poseidon"]
+        counted = {operation["name"]: operation["count"] for operation in about["operations"]}
+        assert counted["all_reduce"] == STEPS and counted["broadcast"] == 1, counted
+        assert about["failure"] is None, about
+
+
+def test_a_process_group_that_fails_says_why_in_its_trace(tmp_path):
+    environment = {"POSEIDON_REPORT": str(tmp_path)}
+    ended = attempt(collectives, 2, environment=environment, port=0, fails=True)
+    assert all(status != 0 for status, _, _ in ended), ended
+    about = json.loads((tmp_path / "c10d" / "trace.rank0.json").read_text())["otherData"]["poseidon"]
+    assert "rank 1" in about["failure"], about
+
+
+def never_joins():
+    import poseidon.torch as psd
+
+    psd.init()
+
+
+def test_a_worker_that_cannot_join_says_why_in_its_trace(tmp_path):
+    # Nobody is rank 0, whose coordinator the others want.
+    environment = {"POSEIDON_REPORT": str(tmp_path), "RANK": "1", "WORLD_SIZE": "2", "POSEIDON_CONNECT_TIMEOUT": "1"}
+    ((status, _, errors),) = attempt(never_joins, 1, environment=environment)
+    assert status != 0, errors
+    about = json.loads((tmp_path / "trace.rank1.json").read_text())["otherData"]["poseidon"]
+    assert "coordinator" in about["failure"] and about["name"] == "worker 1", about

@@ -17,6 +17,9 @@ use std::{fs, io};
 /// This command makes two files of them: job.html, a page with waiting by layer, bytes and a timeline
 /// of single steps, and trace.json, all processes on one time axis for https://ui.perfetto.dev.
 ///
+/// Process groups of torch.distributed write into the folder c10d of DIR, and get a page of their own
+/// there.
+///
 /// The processes of several machines write to their own disks, unless DIR is on a shared one. Copy
 /// their files into one folder first.
 #[derive(clap::Args, Debug)]
@@ -36,8 +39,10 @@ const STEPS: usize = 8;
 
 /// Makes the page and says where it is.
 pub(crate) fn run(args: Args) -> anyhow::Result<ExitCode> {
-    let made = make(&args.folder, args.steps)?;
-    say(&format!("{}\n{}\n", made.page.display(), made.trace.display()))?;
+    for folder in folders(&args.folder)? {
+        let made = make(&folder, args.steps)?;
+        say(&format!("{}\n{}\n", made.page.display(), made.trace.display()))?;
+    }
     Ok(ExitCode::SUCCESS)
 }
 
@@ -48,9 +53,26 @@ pub(crate) fn after_job() {
     else {
         return;
     };
-    match make(Path::new(&folder), STEPS) {
-        Ok(Made { page, .. }) => tracing::info!("what the job did: {}", page.display()),
-        Err(error) => tracing::warn!("no page about the job: {error:#}"),
+    let make_all = || -> anyhow::Result<()> {
+        for folder in folders(Path::new(&folder))? {
+            let Made { page, .. } = make(&folder, STEPS)?;
+            tracing::info!("what the job did: {}", page.display());
+        }
+        Ok(())
+    };
+    if let Err(error) = make_all() {
+        tracing::warn!("no page about the job: {error:#}");
+    }
+}
+
+/// The folders with traces: `folder` itself, and what process groups have written in it.
+fn folders(folder: &Path) -> anyhow::Result<Vec<PathBuf>> {
+    let of_groups = folder.join("c10d");
+    let of_groups = traces(&of_groups).is_ok().then_some(of_groups);
+    match traces(folder) {
+        Err(error) if of_groups.is_none() => Err(error),
+        Err(_) => Ok(of_groups.into_iter().collect()),
+        Ok(_) => Ok(std::iter::once(folder.to_owned()).chain(of_groups).collect()),
     }
 }
 

@@ -3,7 +3,7 @@
 mod trial;
 
 use rustix::process::Signal;
-use serde_json::Value;
+use serde_json::{Value, json};
 use std::collections::BTreeSet;
 use std::fs;
 use std::process::{Command, Output};
@@ -78,6 +78,36 @@ fn a_job_whose_worker_dies_leaves_what_the_others_saw() {
     assert!(failure.contains("worker 1"), "{failure}");
     let page = fs::read_to_string(trial.path("seen/job.html")).unwrap();
     assert!(page.contains("worker 0 failed: "), "{page}");
+}
+
+/// As process groups of torch.distributed write them, beside a job's own traces or without any.
+#[test]
+fn process_groups_get_a_page_of_their_operations() {
+    let trial = Trial::with_small_net();
+    fs::create_dir_all(trial.path("seen/c10d")).unwrap();
+    for rank in 0..2 {
+        let about = json!({"poseidon": {
+            "version": "0.1.0", "node": rank, "name": format!("worker {rank}"), "role": "worker",
+            "host": "h", "workers": 2, "seconds": 2.5, "failure": null, "sessions": [],
+            "link_bytes": [4000, 5000],
+            "operations": [{"name": "all_reduce", "count": 3, "seconds": 0.006}],
+        }});
+        let trace = json!({"traceEvents": [], "otherData": about}).to_string();
+        fs::write(trial.path(&format!("seen/c10d/trace.rank{rank}.json")), trace).unwrap();
+    }
+    let made = report(&trial, "seen");
+    assert!(made.status.success(), "{made:?}");
+    let said = String::from_utf8_lossy(&made.stdout);
+    assert_eq!(said, "seen/c10d/job.html\nseen/c10d/trace.json\n");
+    let page = fs::read_to_string(trial.path("seen/c10d/job.html")).unwrap();
+    for part in [
+        "2 workers did about 3 collective operations each in 2.50 s",
+        "<tr><td>all_reduce</td><td class=\"num\">6</td><td class=\"num\">2.00 ms</td></tr>",
+        "4.00 kB / 5.00 kB",
+    ] {
+        assert!(page.contains(part), "{part}: {page}");
+    }
+    assert!(!page.contains("Single steps") && !page.contains("The plan"), "{page}");
 }
 
 #[test]

@@ -25,6 +25,16 @@ fn srun_tells_tasks_who_they_are() {
     let output = srun.output().unwrap();
     assert!(output.status.success(), "{output:?} {}", slurm.logs());
     assert!(text(&output).contains(r#"{"workers":4"#), "{output:?}");
+
+    // Doctor finds the other tasks in the same way.
+    let mut srun = slurm.tool("srun");
+    srun.args(["--nodes=2", "--ntasks-per-node=1", POSEIDON, "doctor"]);
+    srun.env("MASTER_ADDR", "127.0.0.1").env("POSEIDON_SECRET", SECRET);
+    let output = srun.output().unwrap();
+    assert!(output.status.success(), "{output:?} {}", slurm.logs());
+    for words in ["worker 1", "What is carried", "Nothing is wrong."] {
+        assert!(text(&output).contains(words), "{words}: {output:?}");
+    }
 }
 
 /// The batch script of the examples saves its state, notices that a node is lost, goes back to the

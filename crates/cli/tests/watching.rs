@@ -1,5 +1,6 @@
-//! A running job is watched: by `query live`, by `top`, as a page in a real browser, and by a real
-//! Prometheus. Where Chromium or Prometheus are not installed, the test says so and passes.
+//! A running job is watched: by `query live`, by `top` in a real pseudo-terminal, as a page in a real
+//! browser, and by a real Prometheus. Where a program that the test needs is not installed, the test
+//! says so and passes.
 
 mod trial;
 
@@ -7,7 +8,8 @@ use serde_json::Value;
 use std::io::{Read, Write};
 use std::net::TcpStream;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Output, Stdio};
+use std::process::{Child, ChildStdin, Command, Output, Stdio};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 use tempfile::TempDir;
 
@@ -220,6 +222,130 @@ fn a_browser_shows_the_job_and_says_so_when_there_is_no_news() {
     assert!(page.contains("<body class=\"old\">") && page.contains("No news since "), "{page}");
     // What was heard last is still there.
     assert!(page.contains("<td>worker 2"), "{page}");
+}
+
+/// `poseidon top` in a pseudo-terminal, which `script` of util-linux makes.
+struct Screen {
+    script: Ended,
+    keys: ChildStdin,
+    /// What a terminal makes of all that was written to it.
+    shown: Arc<Mutex<vt100::Parser>>,
+    folder: PathBuf,
+}
+
+impl Screen {
+    const ROWS: u16 = 30;
+    const COLUMNS: u16 = 100;
+
+    fn start(script: &Path, job: &Job) -> Self {
+        let folder = job.folder.path().to_owned();
+        // The terminal's settings are noted before and after.
+        let commands = format!(
+            "tty > tty; stty rows {} cols {}; stty -g > before; {POSEIDON} top --coordinator {}; \
+             echo $? > status; stty -g > after",
+            Self::ROWS,
+            Self::COLUMNS,
+            job.coordinator()
+        );
+        let mut script = Command::new(script);
+        script.args(["--quiet", "--flush", "--command", &commands, "/dev/null"]);
+        script.env_clear().env("HOME", &folder).env("TERM", "xterm").env("PATH", "/usr/bin:/bin");
+        script.current_dir(&folder).stdin(Stdio::piped()).stdout(Stdio::piped());
+        let mut script = script.spawn().unwrap();
+        let (keys, mut output) = (script.stdin.take().unwrap(), script.stdout.take().unwrap());
+        let shown = Arc::new(Mutex::new(blank(Self::ROWS, Self::COLUMNS)));
+        let screen = shown.clone();
+        std::thread::spawn(move || {
+            let mut bytes = [0; 4096];
+            while let Ok(count @ 1..) = output.read(&mut bytes) {
+                screen.lock().unwrap().process(&bytes[..count]);
+            }
+        });
+        Self { script: Ended(script), keys, shown, folder }
+    }
+
+    fn text(&self) -> String {
+        self.shown.lock().unwrap().screen().contents()
+    }
+
+    /// Whether the table has a row of this worker.
+    fn has_row(&self, worker: u16) -> bool {
+        let begins = format!("│worker {worker} ");
+        self.text().lines().any(|line| line.starts_with(&begins))
+    }
+
+    fn wait_for(&self, what: &str, happens: impl Fn(&Self) -> bool) {
+        let end = Instant::now() + PATIENCE;
+        while !happens(self) {
+            assert!(Instant::now() < end, "never: {what}:\n{}", self.text());
+            std::thread::sleep(Duration::from_millis(50));
+        }
+    }
+
+    fn press(&mut self, keys: &[u8]) {
+        self.keys.write_all(keys).unwrap();
+        self.keys.flush().unwrap();
+    }
+
+    /// Somebody makes the terminal's window another size.
+    fn resize(&self, rows: u16, columns: u16) {
+        let tty = std::fs::read_to_string(self.folder.join("tty")).unwrap();
+        // What is drawn from now on is for the new size; what was there is gone.
+        *self.shown.lock().unwrap() = blank(rows, columns);
+        let (rows, columns) = (rows.to_string(), columns.to_string());
+        let stty =
+            Command::new("stty").args(["-F", tty.trim(), "rows", &rows, "cols", &columns]).status();
+        assert!(stty.unwrap().success());
+    }
+
+    /// Waits until it has ended, with the terminal as it was.
+    fn ends_well(mut self) {
+        wait_for("top ends", || self.script.0.try_wait().unwrap().is_some());
+        let read = |name: &str| std::fs::read_to_string(self.folder.join(name)).unwrap();
+        assert_eq!(read("status").trim(), "0");
+        assert_eq!(read("before"), read("after"));
+        self.wait_for("the cursor is back, and the first screen", |screen| {
+            let shown = screen.shown.lock().unwrap();
+            !shown.screen().alternate_screen() && !shown.screen().hide_cursor()
+        });
+    }
+}
+
+/// A terminal on which nothing was written.
+fn blank(rows: u16, columns: u16) -> vt100::Parser {
+    let size = |number| std::num::NonZero::new(number).unwrap();
+    vt100::Parser::new(size(rows), size(columns), 0)
+}
+
+#[test]
+fn top_answers_to_keys_and_to_its_terminal_and_leaves_it_as_it_was() {
+    let Some(script) = installed("script") else { return };
+    let job = Job::start();
+    job.wait_for_steps();
+    let mut screen = Screen::start(&script, &job);
+    screen.wait_for("all workers are shown", |screen| (0..3).all(|worker| screen.has_row(worker)));
+    assert!(screen.shown.lock().unwrap().screen().alternate_screen());
+    screen.press(b"j");
+    screen.wait_for("worker 0 is scrolled away", |s| !s.has_row(0) && s.has_row(1));
+    // The arrow, as a terminal writes it.
+    screen.press(b"\x1b[A");
+    screen.wait_for("worker 0 is back", |screen| screen.has_row(0));
+    // Keys that mean nothing change nothing.
+    screen.press(b"xyz");
+    screen.resize(40, 70);
+    screen.wait_for("all is drawn again for the new size", |screen| {
+        let text = screen.text();
+        let borders = text.lines().filter(|line| line.starts_with('┌') && line.ends_with('┐'));
+        screen.has_row(2) && borders.map(|line| line.chars().count()).any(|width| width == 70)
+    });
+    screen.press(b"q");
+    screen.ends_well();
+
+    // Ctrl-C is a key there, and no signal.
+    let mut screen = Screen::start(&script, &job);
+    screen.wait_for("a worker is shown", |screen| screen.has_row(0));
+    screen.press(b"\x03");
+    screen.ends_well();
 }
 
 #[test]

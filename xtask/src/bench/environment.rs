@@ -64,6 +64,15 @@ pub(crate) fn example(name: &str) -> PathBuf {
     target_dir().join("release/examples").join(name)
 }
 
+/// The command to measure: the one given, or one built from this checkout.
+pub(crate) fn poseidon_or_built(given: Option<&str>) -> Result<String> {
+    if let Some(given) = given {
+        return Ok(given.to_owned());
+    }
+    build_poseidon()?;
+    Ok(poseidon().display().to_string())
+}
+
 /// Builds the `poseidon` command as it is shipped.
 pub(crate) fn build_poseidon() -> Result<()> {
     succeed(&mut command(&["cargo", "build", "--release", "-p", "poseidon-cli"]))

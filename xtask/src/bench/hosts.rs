@@ -89,13 +89,7 @@ const MOST_ITERATIONS: u64 = 20;
 /// Measures, and writes the record.
 pub(crate) fn run(args: &Args) -> Result<()> {
     cluster::check()?;
-    let poseidon = match &args.poseidon {
-        Some(poseidon) => poseidon.clone(),
-        None => {
-            environment::build_poseidon()?;
-            environment::poseidon().display().to_string()
-        }
-    };
+    let poseidon = environment::poseidon_or_built(args.poseidon.as_deref())?;
     let peers = [contender::Contender::Gloo];
     let needed = if args.contenders.iter().all(|who| who.is_ours()) { &[][..] } else { &peers };
     let python = environment::prepare(needed, args.python.as_deref())?.python;

@@ -93,7 +93,7 @@ impl Contender {
         Ok(Turn { measurement, wire, most_wire })
     }
 
-    /// What `iters` exchanges of `bytes` took.
+    /// Has the contender take a turn of `iters` exchanges of `bytes`, which must be over within `limit`.
     pub(crate) fn ask(&mut self, bytes: u64, iters: u64, limit: Duration) -> Result<Measurement> {
         let mut input = self.input.as_ref().context("its input is closed")?;
         if let Err(error) = writeln!(input, "{bytes} {iters}") {

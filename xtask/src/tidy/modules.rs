@@ -23,7 +23,7 @@ const POSEIDON: &Table = &[
     ("engine", &["memory", "trace", "error"]),
     ("job", &["error"]),
     ("memory", &["error"]),
-    ("trace", &[]),
+    ("trace", &["error"]),
     ("error", &[]),
 ];
 

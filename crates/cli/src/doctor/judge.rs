@@ -193,23 +193,9 @@ impl Judge<'_> {
                 "install the same Poseidon on every node",
             ));
         }
-        let mtu = |node: &NodeReport| {
-            let listens = node.listens.first()?;
-            listens.mtu.filter(|_| listens.interface.as_deref() != Some("lo"))
-        };
-        let mtus: Vec<_> = self.nodes.iter().map(mtu).collect();
-        for (node, usual) in unusual(&mtus) {
-            let interface = self.nodes[node].listens[0].interface.as_deref().unwrap_or("?");
-            let own = mtus[node].unwrap_or(0);
-            let placed = self.placed(NodeId(node as u16));
-            let what =
-                format!("{interface} of {placed} has an MTU of {own}, most others have {usual}");
-            let fix = format!(
-                "on that machine: 'ip link set dev {interface} mtu {usual}', if its switch passes such \
-                 packets; or the same on all others with {own}"
-            );
-            findings.push(Finding::wrong(Topic::Mtu, what, &fix));
-        }
+        // The n-th interface of a node talks to the n-th of the others.
+        let interfaces = self.nodes.iter().map(|node| node.listens.len()).max().unwrap_or(0);
+        (0..interfaces).for_each(|position| self.mtus(position, findings));
         let vectors: Vec<_> =
             self.nodes.iter().map(|node| Some(node.facts.vectors.join(", "))).collect();
         for (node, usual) in unusual(&vectors) {
@@ -223,6 +209,28 @@ impl Judge<'_> {
             let fix = "replicas may differ in their last bits where layers go by factors; '--scheme ps' \
                        keeps them equal";
             findings.push(Finding::note(Topic::Processor, what, fix));
+        }
+    }
+
+    /// Nodes whose interface at `position` takes other packets than those of most others.
+    fn mtus(&self, position: usize, findings: &mut Vec<Finding>) {
+        let mtu = |node: &NodeReport| {
+            let listens = node.listens.get(position)?;
+            listens.mtu.filter(|_| listens.interface.as_deref() != Some("lo"))
+        };
+        let mtus: Vec<_> = self.nodes.iter().map(mtu).collect();
+        for (node, usual) in unusual(&mtus) {
+            let Some(own) = mtus[node] else { continue };
+            let listens = &self.nodes[node].listens[position];
+            let interface = listens.interface.as_deref().unwrap_or("?");
+            let placed = self.placed(NodeId(node as u16));
+            let what =
+                format!("{interface} of {placed} has an MTU of {own}, most others have {usual}");
+            let fix = format!(
+                "on that machine: 'ip link set dev {interface} mtu {usual}', if its switch passes such \
+                 packets; or the same on all others with {own}"
+            );
+            findings.push(Finding::wrong(Topic::Mtu, what, &fix));
         }
     }
 

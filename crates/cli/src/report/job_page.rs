@@ -24,6 +24,8 @@ pub(crate) struct JobReport {
     /// By layer, as above: seconds a step that a worker waited for it, the mean and the most.
     waits: Vec<(f64, f64)>,
     nodes: Vec<NodeReport>,
+    /// By name: collective operations of all nodes, and seconds they took, added up.
+    operations: BTreeMap<String, (u64, f64)>,
     /// What can be chosen from.
     timelines: Vec<Shown>,
 }
@@ -59,6 +61,7 @@ impl JobReport {
             layers,
             waits,
             nodes: nodes.iter().map(node_report).collect(),
+            operations: operations(nodes),
             timelines: timelines(nodes, steps),
         }
     }
@@ -104,17 +107,32 @@ fn by_layer(nodes: &[NodeTrace]) -> (Vec<LayerReport>, Vec<(f64, f64)>) {
     rows.unzip()
 }
 
+fn operations(nodes: &[NodeTrace]) -> BTreeMap<String, (u64, f64)> {
+    let mut found = BTreeMap::new();
+    for operation in nodes.iter().flat_map(|node| &node.summary.operations) {
+        let (count, seconds) = found.entry(operation.name.clone()).or_insert((0, 0.0));
+        *count += operation.count;
+        *seconds += operation.seconds;
+    }
+    found
+}
+
 fn node_report(node: &NodeTrace) -> NodeReport {
     let sessions = &node.summary.sessions;
     let waits = sessions.iter().flat_map(|session| &session.layers);
     let stall_seconds = waits.map(|layer| layer.wait_seconds).sum::<f64>();
     let workers = node.summary.workers;
     let is_server = node.summary.role == "server";
+    let of_sessions = |of: fn(&SessionSummary) -> u64| sessions.iter().map(of).sum::<u64>();
+    let [sent, received] = match sessions.is_empty() {
+        true => node.summary.link_bytes,
+        false => [of_sessions(|s| s.bytes_sent), of_sessions(|s| s.bytes_received)],
+    };
     NodeReport {
         rank: if is_server { node.node.saturating_sub(workers) } else { node.node },
         role: node.summary.role.clone(),
-        bytes_sent: sessions.iter().map(|session| session.bytes_sent).sum(),
-        bytes_received: sessions.iter().map(|session| session.bytes_received).sum(),
+        bytes_sent: sent,
+        bytes_received: received,
         compute_seconds: (node.summary.seconds - stall_seconds).max(0.0),
         stall_seconds,
         turnout: None,
@@ -163,6 +181,11 @@ pub(crate) fn page(report: &JobReport) -> String {
     for (node, why) in &report.failures {
         let _ = writeln!(page, "<p class=\"warn\">{} failed: {}</p>", Escaped(node), Escaped(why));
     }
+    if report.layers.is_empty() && !report.operations.is_empty() {
+        collectives(&mut page, report);
+        close(&mut page, report);
+        return page;
+    }
     page.push_str("<h2>Waiting</h2>\n<div class=\"pair\">\n");
     figure(
         &mut page,
@@ -193,21 +216,61 @@ pub(crate) fn page(report: &JobReport) -> String {
     steps(&mut page, report);
     page.push_str("<h2>The plan</h2>\n");
     plan(&mut page, &report.layers);
+    if !report.operations.is_empty() {
+        collectives(&mut page, report);
+    }
+    close(&mut page, report);
+    page
+}
+
+fn close(page: &mut String, report: &JobReport) {
     let _ = write!(
         page,
         "</main>\n<footer>\n<p>poseidon {}</p>\n</footer>\n<script>\n{TIPS}{CHOOSER}</script>\n\
          </body>\n</html>\n",
         Escaped(&report.version),
     );
-    page
+}
+
+/// Operations of groups, which have no steps and no layers.
+fn collectives(page: &mut String, report: &JobReport) {
+    page.push_str("<h2>Collective operations</h2>\n");
+    page.push_str(
+        "<p class=\"about\">Of all workers together. An operation takes from the moment the program begins \
+         it until its result is there; operations overlap each other and computing.</p>\n\
+         <div class=\"card\" tabindex=\"0\"><table><thead><tr><th>operation</th>\
+         <th class=\"num\">how many</th><th class=\"num\">one takes, on average</th></tr></thead><tbody>\n",
+    );
+    for (name, (count, seconds)) in &report.operations {
+        let _ = writeln!(
+            page,
+            "<tr><td>{}</td><td class=\"num\">{}</td><td class=\"num\">{}</td></tr>",
+            Escaped(name),
+            units::grouped(*count),
+            units::duration(seconds / (*count).max(1) as f64)
+        );
+    }
+    page.push_str("</tbody></table></div>\n");
+    if report.layers.is_empty() {
+        figure(page, "Bytes by node", "Over the whole job, by all links.");
+        bars::traffic(page, &report.nodes);
+        page.push_str("</figure>\n");
+    }
 }
 
 /// What happened, for somebody who sees such a page for the first time.
 fn summary(report: &JobReport) -> String {
+    let operations: u64 = report.operations.values().map(|(count, _)| count).sum();
+    let done = match operations {
+        1.. if report.steps == 0 => {
+            let each = operations / u64::from(report.workers.max(1));
+            format!("did about {} each", units::plural(each, "collective operation"))
+        }
+        _ => format!("took {}", units::plural(report.steps, "step")),
+    };
     let mut text = format!(
-        "{} took {} in {}.",
+        "{} {done} in {}.",
         units::plural(report.workers.into(), "worker"),
-        units::plural(report.steps, "step"),
         units::duration(report.seconds),
     );
     let sent: u64 = report.layers.iter().map(|layer| layer.bytes_sent_per_step).sum();

@@ -35,6 +35,20 @@ pub(crate) struct Summary {
     pub(crate) seconds: f64,
     pub(crate) failure: Option<String>,
     pub(crate) sessions: Vec<SessionSummary>,
+    /// Bytes that links have taken, and given.
+    #[serde(default)]
+    pub(crate) link_bytes: [u64; 2],
+    #[serde(default)]
+    pub(crate) operations: Vec<OperationSummary>,
+}
+
+/// Collective operations of one kind.
+#[derive(Clone, Debug, Deserialize)]
+pub(crate) struct OperationSummary {
+    pub(crate) name: String,
+    pub(crate) count: u64,
+    /// From the beginning to the end, added up.
+    pub(crate) seconds: f64,
 }
 
 /// A session of a node.

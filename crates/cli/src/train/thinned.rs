@@ -48,8 +48,8 @@ impl<T: Clone> Thinned<T> {
     }
 }
 
-/// More than a figure has columns, and a megabyte of points.
-const MOST: usize = 1 << 15;
+/// More than a figure has columns. Each point of the curve takes some 300 bytes while a report is made.
+const MOST: usize = 1 << 12;
 
 #[cfg(test)]
 mod tests {

@@ -314,6 +314,9 @@ impl Run<'_> {
             }
             let rate = self.settings.schedule.at(self.settings.lr, self.worker.steps());
             let loss = self.worker.step(&batch, rate)?;
+            if let Some(session) = self.worker.session() {
+                session.scalar("loss", loss.mean());
+            }
             self.turnout.sent(batch.labels.len());
             self.stepped(first + steps - self.worker.steps())?;
             if self.settings.verify_replicas {

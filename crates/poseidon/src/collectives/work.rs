@@ -204,7 +204,7 @@ impl Completion {
         }
         let mut followed = self.lock_followed();
         if let Some(noted) = self.noted.as_ref().filter(|_| !self.is_done()) {
-            noted.done();
+            noted.done(self.failure.get());
         }
         self.done.store(true, Ordering::SeqCst);
         followed.take()

@@ -5,7 +5,7 @@
 use crate::Error;
 pub use crate::job::link_rate::LinkRate;
 use crate::job::link_rate::{cores, default_lanes};
-use crate::job::observation::{MetricsAddress, group_file};
+use crate::job::observation::MetricsAddress;
 pub use crate::job::observation::{Observation, TRACE};
 use poseidon_core::budget::Limit;
 use poseidon_core::{ByteSize, NodeId, Rate, Servers};
@@ -122,6 +122,7 @@ impl Config {
     /// | `POSEIDON_TRACE` | a file for a trace of this node, which Perfetto opens; `rank0`, or whatever the node is, goes where the name has `%r`, or before its ending |
     /// | `POSEIDON_REPORT` | a folder for the traces of all nodes; `poseidon report` makes a page of them |
     /// | `POSEIDON_METRICS` | `ADDRESS:PORT`, or a port of 127.0.0.1, where metrics are served as Prometheus reads them; the n-th node of a host takes the n-th port from there |
+    /// | `POSEIDON_TENSORBOARD` | a folder for scalars of all workers, which TensorBoard shows |
     pub fn from_env() -> Result<Self, Error> {
         Self::from_variables(&|name| std::env::var(name).ok())
     }
@@ -177,7 +178,7 @@ impl Config {
     /// Rank `rank` of a [`Group`](crate::Group) of `size`, whose coordinator is at `coordinator`. Of the environment
     /// only `POSEIDON_ADDRESS`, `POSEIDON_LINK`, `POSEIDON_HOST`, `POSEIDON_BANDWIDTH_BUDGET`,
     /// `POSEIDON_PINNED_MEMORY`, `POSEIDON_CONNECT_TIMEOUT`, `POSEIDON_SILENCE`, `POSEIDON_ENCRYPT` and
-    /// `POSEIDON_TRACE` count.
+    /// what is written and served for people who look on.
     pub fn for_group(
         rank: u16,
         size: u16,
@@ -204,10 +205,11 @@ impl Config {
             connect_timeout: env.seconds("POSEIDON_CONNECT_TIMEOUT", 60)?,
             // A rank that is gone is reported within ten seconds.
             silence: env.seconds("POSEIDON_SILENCE", 9)?,
-            // A session of the same process writes to the file itself, and has the port for metrics.
-            observation: Observation {
-                trace: env.path("POSEIDON_TRACE").map(|path| group_file(&path)),
-                ..Observation::default()
+            observation: {
+                // Ports for metrics come after those of sessions, which the processes may have, too.
+                let local = env.parse("LOCAL_RANK")?.unwrap_or(rank);
+                let of_host = env.parse("LOCAL_WORLD_SIZE")?.unwrap_or(size);
+                env.observation(local.saturating_add(of_host))?.of_group()
             },
             ..alone
         })
@@ -397,7 +399,8 @@ impl Env<'_> {
         let metrics = self.parse::<MetricsAddress>("POSEIDON_METRICS")?;
         let metrics = metrics.map(|address| address.of_local(local)).transpose();
         let refused = |why| Error::Config(format!("POSEIDON_METRICS: {why}"));
-        Ok(Observation { trace, report, metrics: metrics.map_err(refused)? })
+        let tensorboard = self.path("POSEIDON_TENSORBOARD");
+        Ok(Observation { trace, report, metrics: metrics.map_err(refused)?, tensorboard })
     }
 
     fn path(&self, name: &str) -> Option<PathBuf> {

@@ -15,6 +15,8 @@ pub struct Observation {
     pub report: Option<PathBuf>,
     /// Where metrics are served. Port 0: wherever there is room.
     pub metrics: Option<SocketAddr>,
+    /// The folder that gets scalars of all workers, as TensorBoard reads them.
+    pub tensorboard: Option<PathBuf>,
 }
 
 impl Observation {
@@ -24,14 +26,28 @@ impl Observation {
         self.trace.iter().chain(&in_folder).map(|path| node_file(path, node)).collect()
     }
 
-    /// Whether anything is asked for.
-    pub(crate) fn is_wanted(&self) -> bool {
-        *self != Self::default()
+    /// The same for a process group. A session of the same process may have the files themselves.
+    pub(crate) fn of_group(self) -> Self {
+        let inside = |folder: PathBuf| folder.join(GROUP);
+        Self {
+            trace: self.trace.as_deref().map(group_file),
+            report: self.report.map(inside),
+            tensorboard: self.tensorboard.map(inside),
+            ..self
+        }
+    }
+
+    /// Whether events have to be noted for it. Scalars are made of what is counted anyway.
+    pub(crate) fn needs_events(&self) -> bool {
+        self.trace.is_some() || self.report.is_some() || self.metrics.is_some()
     }
 }
 
 /// The name that traces have in the folder of a report, before the node's own is put into it.
 pub const TRACE: &str = "trace.json";
+
+/// What files and folders of process groups are called.
+const GROUP: &str = "c10d";
 
 /// The file of one node.
 pub(crate) fn node_file(path: &Path, node: &str) -> PathBuf {
@@ -48,10 +64,10 @@ pub(crate) fn node_file(path: &Path, node: &str) -> PathBuf {
 
 /// The file of a process group, before a node's own name is put into it. A session of the same process
 /// may write to the file itself.
-pub(crate) fn group_file(path: &Path) -> PathBuf {
+fn group_file(path: &Path) -> PathBuf {
     match path.to_string_lossy() {
-        text if text.contains("%r") => text.replace("%r", "c10d.%r").into(),
-        _ => node_file(path, "c10d"),
+        text if text.contains("%r") => text.replace("%r", &format!("{GROUP}.%r")).into(),
+        _ => node_file(path, GROUP),
     }
 }
 
@@ -99,8 +115,8 @@ mod tests {
         let grouped = |path: &str| node_file(&group_file(Path::new(path)), worker);
         assert_eq!(grouped("/runs/t.json"), Path::new("/runs/t.c10d.rank3.json"));
         assert_eq!(grouped("a/%r.json"), Path::new("a/c10d.rank3.json"));
-        let both =
-            Observation { trace: Some("t.json".into()), report: Some("out".into()), metrics: None };
+        let (trace, report) = (Some("t.json".into()), Some("out".into()));
+        let both = Observation { trace, report, ..Observation::default() };
         let expected = [PathBuf::from("t.rank3.json"), PathBuf::from("out/trace.rank3.json")];
         assert_eq!(both.files(worker), expected);
     }

@@ -1,9 +1,10 @@
 //! What a node has done so far, as Prometheus reads it.
 
 use super::observed::{Shared, Watched};
+use crate::collectives::operation_name;
 use crate::engine::traffic::Traffic;
 use crate::job::metrics::{Labels, Page};
-use crate::trace::LaneTotals;
+use crate::trace::{KindTotals, LaneTotals};
 use std::sync::atomic::Ordering;
 
 /// All metrics of a node.
@@ -51,6 +52,20 @@ pub(super) fn text(node: &Shared) -> String {
             }
         }
     }
+    let by_kind: [Family<OfKind>; 2] = [
+        ("poseidon_operations_total", "Collective operations that are done.", |kind| {
+            kind.count.load(Ordering::Relaxed) as f64
+        }),
+        ("poseidon_operation_seconds_total", "How long they took, added up.", |kind| {
+            kind.nanos.load(Ordering::Relaxed) as f64 / 1e9
+        }),
+    ];
+    for (name, help, of) in by_kind {
+        page.family(name, "counter", help);
+        for (number, kind) in node.recorder.kinds() {
+            page.sample(name, &[("operation", &operation_name(number))], of(kind));
+        }
+    }
     let lanes = node.recorder.totals();
     let by_lane: [(&str, Family<OfLane>); 4] = [
         (
@@ -94,4 +109,5 @@ type Family<F> = (&'static str, &'static str, F);
 
 type OfTraffic = fn(&Traffic) -> u64;
 type OfLayer = fn(&Watched, usize) -> f64;
+type OfKind = fn(&KindTotals) -> f64;
 type OfLane = fn(&LaneTotals) -> f64;

@@ -3,7 +3,7 @@
 //! * `session_parts`: what one session has on all lanes. `groups`: how groups are opened. `budget`:
 //!   how the node's budget is changed. `devices`: the copiers of its devices. `observed`: what people
 //!   can see of the node. `metrics`: the same as Prometheus reads it. `summaries`: the same in short,
-//!   as the coordinator is told it.
+//!   as the coordinator is told it. `scalars`: a few numbers over time, as TensorBoard reads them.
 
 mod budget;
 pub(crate) mod checkpoint;
@@ -11,6 +11,7 @@ mod devices;
 mod groups;
 mod metrics;
 mod observed;
+mod scalars;
 pub(crate) mod session_parts;
 mod summaries;
 
@@ -65,13 +66,14 @@ impl Node {
         job: Option<Job>,
         coordinator: Option<Coordinator>,
     ) -> Result<Arc<Self>, Error> {
-        let Joined { book, links, line, serving, coordinator: own } = join(config, job)?;
+        let Joined { book, links, line, serving, coordinator: own } =
+            join(config, job).inspect_err(|why| Observed::never_joined(config, why))?;
         let (me, nodes) = (config.node(), book.cluster.nodes());
         let (cores, crowded) = (cores_to_share(config, &book), is_crowded(config, &book));
         let mut lanes = Vec::new();
         let epoch = Instant::now();
         let budget = Arc::new(Budget::new(config.bandwidth_budget, links.len()));
-        let observed = Observed::start(config, book.clone(), epoch)?;
+        let mut observed = Observed::start(config, book.clone(), epoch)?;
         for (lane, links) in links.into_iter().enumerate() {
             let engine = Engine::new(me, nodes, links, config.silence, epoch.elapsed())
                 .within(budget.clone())

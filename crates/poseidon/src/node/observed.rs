@@ -1,17 +1,18 @@
 //! What people can see of a node: its sessions, the file of its trace, and its metrics.
 
 use super::metrics;
+use super::scalars::ScalarFile;
 use super::summaries::SummaryThread;
 use crate::Error;
 use crate::collectives::operation_name;
 use crate::engine::traffic::{Counters, Traffic};
 use crate::job::book::Book;
-use crate::job::config::{Config, TRACE};
+use crate::job::config::{Config, Member, TRACE};
 use crate::job::line::ControlLine;
 use crate::job::live::{LAYERS, NodeSummary};
 use crate::job::metrics::CONTENT_TYPE;
 use crate::job::observation::node_file;
-use crate::trace::{self, Facts, Names, Recorder, SessionTrace};
+use crate::trace::{self, Facts, KindTotals, Names, Recorder, SessionTrace};
 use poseidon_core::{ChannelId, LayerId, NodeId};
 use poseidon_link::TextServer;
 use serde_json::{Value, json};
@@ -28,12 +29,12 @@ use std::time::Instant;
 pub(crate) struct Observed {
     pub(crate) recorder: Arc<Recorder>,
     shared: Arc<Shared>,
-    /// Where traces go.
-    files: Vec<PathBuf>,
     /// What the node is called in the names of files.
     label: String,
     /// Serves metrics as long as it lives.
     server: Option<TextServer>,
+    /// Where scalars go, until the thread that writes them has it.
+    scalars: Option<ScalarFile>,
 }
 
 /// What the thread that serves metrics sees, too.
@@ -44,9 +45,13 @@ pub(super) struct Shared {
     pub(super) name: String,
     book: Arc<Book>,
     epoch: Instant,
+    /// Where traces go.
+    files: Vec<PathBuf>,
     sessions: Mutex<Sessions>,
     /// Held by the thread that writes a file.
     writing: Mutex<()>,
+    /// By name: what the program has told since scalars were written last. None if nobody wants them.
+    told: Option<Mutex<BTreeMap<String, f64>>>,
 }
 
 #[derive(Default)]
@@ -73,22 +78,44 @@ pub(super) struct Watched {
 
 /// Sessions that are over and whose layers still have names.
 const ENDED: usize = 16;
+/// Scalars of a program, by name, that are kept at a time.
+const NAMES: usize = 64;
 
 impl Observed {
     /// What `config` wants to be seen of its node, which follows `book`. Files are made at once: whether
     /// they can be written is better known before a long job than after it.
     pub(crate) fn start(config: &Config, book: Arc<Book>, epoch: Instant) -> Result<Self, Error> {
         let recorder = Arc::new(Recorder::new(epoch, book.cluster.lanes().into()));
-        if config.observation.is_wanted() {
+        if config.observation.needs_events() {
             recorder.switch_on();
         }
         let (node, name) = (config.node(), book.cluster.name(config.node()));
         let (recording, sessions, writing) = (recorder.clone(), Mutex::default(), Mutex::default());
-        let shared = Shared { recorder: recording, node, name, book, epoch, sessions, writing };
-        let shared = Arc::new(shared);
         let label = config.node_label();
+        // A dedicated server takes no steps.
+        let folder = config.observation.tensorboard.as_deref();
+        let folder = folder.filter(|_| matches!(config.member, Member::Worker(_)));
+        let create = |folder: &Path| {
+            let what = format!("writing scalars into {}", folder.display());
+            ScalarFile::create(folder, &label).map_err(Error::io(what))
+        };
+        let scalars = folder.map(create).transpose()?;
+        let told = scalars.is_some().then(Mutex::default);
         let files = config.observation.files(&label);
-        for file in &files {
+        // A group has no layers. Several groups of a process would have the same port.
+        let is_group = book.job.layers.is_empty();
+        let shared = Arc::new(Shared {
+            recorder: recording,
+            node,
+            name,
+            book,
+            epoch,
+            files,
+            sessions,
+            writing,
+            told,
+        });
+        for file in &shared.files {
             shared
                 .write_to(file)
                 .map_err(|why| Error::io(format!("writing the trace {}", file.display()))(why))?;
@@ -98,11 +125,48 @@ impl Observed {
             TextServer::start(address, CONTENT_TYPE, move || metrics::text(&shown))
                 .map_err(Error::io(format!("serving metrics at {address}")))
         };
-        let server = config.observation.metrics.map(serve).transpose()?;
+        let server = match config.observation.metrics.map(serve).transpose() {
+            Err(why) if is_group => {
+                tracing::warn!("a process group goes on without metrics: {why}");
+                None
+            }
+            server => server?,
+        };
         if let Some(server) = &server {
             tracing::info!("{} serves metrics at http://{}/metrics", shared.name, server.address());
         }
-        Ok(Self { recorder, shared, files, label, server })
+        Ok(Self { recorder, shared, label, server, scalars })
+    }
+
+    /// Writes traces of a node that could not join its job: they say why.
+    pub(crate) fn never_joined(config: &Config, why: &Error) {
+        let host = machine();
+        let (label, node) = (config.node_label(), config.node().0);
+        let (name, role) = match config.member {
+            Member::Worker(rank) => (format!("worker {rank}"), "worker"),
+            Member::Server(index) => (format!("server {index}"), "server"),
+        };
+        let summary = json!({
+            "version": env!("CARGO_PKG_VERSION"),
+            "node": node,
+            "name": name,
+            "role": role,
+            "host": host,
+            "workers": config.workers,
+            "seconds": 0.0,
+            "failure": why.to_string(),
+            "sessions": [],
+        });
+        let facts = Facts { process: node, name: format!("{name} on {host}"), summary };
+        let names = Names { layers: BTreeMap::new(), operation: operation_name };
+        let recorder = Recorder::new(Instant::now(), 0);
+        for file in config.observation.files(&label) {
+            let written =
+                write_whole(&file, |out| trace::write(out, &recorder, &[], &names, &facts));
+            if let Err(why) = written {
+                tracing::error!("cannot write the trace {}: {why}", file.display());
+            }
+        }
     }
 
     /// Where metrics are served, if they are.
@@ -111,9 +175,18 @@ impl Observed {
     }
 
     /// Starts telling the coordinator, about once a second, what this node does.
-    pub(super) fn tell(&self, line: &Arc<ControlLine>) -> Result<SummaryThread, Error> {
-        SummaryThread::start(self.shared.clone(), line.clone())
+    pub(super) fn tell(&mut self, line: &Arc<ControlLine>) -> Result<SummaryThread, Error> {
+        SummaryThread::start(self.shared.clone(), line.clone(), self.scalars.take())
             .map_err(Error::io("starting the thread that tells what this node does"))
+    }
+
+    /// The program has found out `value`, which it calls `name`.
+    pub(crate) fn scalar(&self, name: &str, value: f64) {
+        let Some(told) = &self.shared.told else { return };
+        let mut told = told.lock().unwrap_or_else(PoisonError::into_inner);
+        if told.len() < NAMES || told.contains_key(name) {
+            told.insert(name.into(), value);
+        }
     }
 
     /// A session begins. Returns where it is noted what the session does.
@@ -175,14 +248,9 @@ impl Observed {
         }
     }
 
-    /// Writes what has been noted so far to the files that were asked for. If that fails, the program
-    /// goes on.
+    /// Writes what has been noted so far to the files that were asked for.
     pub(crate) fn write(&self) {
-        for file in &self.files {
-            if let Err(why) = self.shared.write_to(file) {
-                tracing::error!("cannot write the trace {}: {why}", file.display());
-            }
-        }
+        self.shared.write();
     }
 
     /// Writes what has been noted so far into `folder`, to the file that this node has there.
@@ -206,6 +274,7 @@ impl Shared {
     pub(super) fn count(&self, before: &mut BTreeMap<ChannelId, Vec<u64>>) -> NodeSummary {
         let sessions = self.lock();
         let (open, failure) = (sessions.open.clone(), sessions.failure.clone());
+        let failure = failure.or_else(|| self.recorder.failure().map(str::to_owned));
         let (mut steps, mut waited) = (sessions.stepped, sessions.waited);
         drop(sessions);
         before.retain(|id, _| open.iter().any(|watched| watched.id == *id));
@@ -251,16 +320,33 @@ impl Shared {
         }
     }
 
+    /// Writes `summary`, and what the program has told, to the file of scalars. A file that cannot be
+    /// written is given up.
+    pub(super) fn write_scalars(&self, file: &mut Option<ScalarFile>, summary: &NodeSummary) {
+        let (Some(out), Some(told)) = (file.as_mut(), &self.told) else { return };
+        let told = std::mem::take(&mut *told.lock().unwrap_or_else(PoisonError::into_inner));
+        if let Err(why) = out.add(summary, &told) {
+            tracing::error!("cannot write scalars any more: {why}");
+            *file = None;
+        }
+    }
+
     fn lock(&self) -> MutexGuard<'_, Sessions> {
         self.sessions.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The file appears whole or not at all.
+    /// Writes what has been noted so far to the files that were asked for. If that fails, the program
+    /// goes on.
+    pub(super) fn write(&self) {
+        for file in &self.files {
+            if let Err(why) = self.write_to(file) {
+                tracing::error!("cannot write the trace {}: {why}", file.display());
+            }
+        }
+    }
+
     fn write_to(&self, file: &Path) -> io::Result<()> {
         let _writing = self.writing.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(folder) = file.parent().filter(|folder| !folder.as_os_str().is_empty()) {
-            fs::create_dir_all(folder)?;
-        }
         let mut records = self.recorder.on().map(|rings| rings.read()).unwrap_or_default();
         let now = self.recorder.now().unwrap_or(0);
         let sessions = self.lock();
@@ -274,17 +360,14 @@ impl Shared {
             layers: all().map(|watched| layers(watched)).collect(),
             operation: operation_name,
         };
-        let summary = self.summary(all(), sessions.failure.as_deref());
+        let failure = sessions.failure.as_deref().or_else(|| self.recorder.failure());
+        let summary = self.summary(all(), failure);
         drop(sessions);
-        let name = format!("{} on {}", self.name, self.host());
+        let name = format!("{} on {}", self.name, machine());
         let facts = Facts { process: self.node.0, name, summary };
         // Viewers want what is on a thread in the order in which it began.
         records.sort_by_key(|record| (record.begin, std::cmp::Reverse(record.end)));
-        let mut unfinished = file.as_os_str().to_owned();
-        unfinished.push(format!(".{}.part", std::process::id()));
-        let out = BufWriter::new(fs::File::create(&unfinished)?);
-        trace::write(out, &self.recorder, &records, &names, &facts)?;
-        fs::rename(unfinished, file)
+        write_whole(file, |out| trace::write(out, &self.recorder, &records, &names, &facts))
     }
 
     fn host(&self) -> &str {
@@ -303,6 +386,16 @@ impl Shared {
         let lanes: Vec<Value> = totals
             .map(|lane| json!({"busy_seconds": nanos(lane.busy()), "bytes": lane.bytes()}))
             .collect();
+        let counted = |total: &AtomicU64| total.load(Ordering::Relaxed);
+        let moved = |way: usize| -> u64 {
+            let lanes = self.recorder.totals().iter();
+            lanes.map(|lane| counted(&lane.outside[way]) + counted(&lane.inside[way])).sum()
+        };
+        let of_kind = |(number, kind): (u32, &KindTotals)| {
+            let (count, seconds) = (counted(&kind.count), nanos(counted(&kind.nanos)));
+            json!({"name": operation_name(number), "count": count, "seconds": seconds})
+        };
+        let operations: Vec<Value> = self.recorder.kinds().map(of_kind).collect();
         let sessions: Vec<Value> = sessions.map(|watched| watched.summary()).collect();
         json!({
             "version": env!("CARGO_PKG_VERSION"),
@@ -314,9 +407,30 @@ impl Shared {
             "seconds": self.epoch.elapsed().as_secs_f64(),
             "failure": failure,
             "lanes": lanes,
+            "link_bytes": [moved(0), moved(1)],
+            "operations": operations,
             "sessions": sessions,
         })
     }
+}
+
+/// What people call this machine.
+fn machine() -> String {
+    rustix::system::uname().nodename().to_string_lossy().into_owned()
+}
+
+/// Makes `file` of what `write` writes. The file appears whole or not at all.
+fn write_whole(
+    file: &Path,
+    write: impl FnOnce(BufWriter<fs::File>) -> io::Result<()>,
+) -> io::Result<()> {
+    if let Some(folder) = file.parent().filter(|folder| !folder.as_os_str().is_empty()) {
+        fs::create_dir_all(folder)?;
+    }
+    let mut unfinished = file.as_os_str().to_owned();
+    unfinished.push(format!(".{}.part", std::process::id()));
+    write(BufWriter::new(fs::File::create(&unfinished)?))?;
+    fs::rename(unfinished, file)
 }
 
 impl Watched {

@@ -1,6 +1,7 @@
 //! The thread that tells the coordinator what this node does.
 
 use super::observed::Shared;
+use super::scalars::ScalarFile;
 use crate::job::control::Message;
 use crate::job::line::{ControlLine, JobState};
 use crate::job::live::PERIOD;
@@ -10,8 +11,8 @@ use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-/// Tells the coordinator about once a second what this node has counted, until it is dropped. It reads
-/// counters that others write, so no lane and no program waits for it.
+/// Tells the coordinator about once a second what this node has counted, until it is dropped, and writes
+/// scalars if they are wanted. It reads counters that others write, so no lane and no program waits for it.
 pub(super) struct SummaryThread {
     stop: Arc<Stop>,
     thread: Option<JoinHandle<()>>,
@@ -25,19 +26,35 @@ struct Stop {
 }
 
 impl SummaryThread {
-    pub(super) fn start(node: Arc<Shared>, line: Arc<ControlLine>) -> io::Result<Self> {
+    pub(super) fn start(
+        node: Arc<Shared>,
+        line: Arc<ControlLine>,
+        mut scalars: Option<ScalarFile>,
+    ) -> io::Result<Self> {
         let stop = Arc::<Stop>::default();
         let asked = stop.clone();
         let body = move || {
             let mut before = BTreeMap::new();
+            let mut has_failed = false;
             let watch = || if asked.is_asked() { JobState::Failed } else { JobState::Running };
             loop {
-                let summary = Message::Summary(Box::new(node.count(&mut before)));
+                let summary = node.count(&mut before);
+                node.write_scalars(&mut scalars, &summary);
+                // A program whose operation has failed may do nothing more than print the error.
+                if !has_failed && node.recorder.failure().is_some() {
+                    has_failed = true;
+                    node.write();
+                }
+                let summary = Message::Summary(Box::new(summary));
                 // Each one is acknowledged before the next one is written, so a coordinator that is
                 // away is not flooded. One that is gone is told nothing more.
                 if line.ask(&summary, FOREVER, &watch).is_err() || asked.wait(PERIOD) {
-                    return;
+                    break;
                 }
+            }
+            // What was done since the last time.
+            if scalars.is_some() {
+                node.write_scalars(&mut scalars, &node.count(&mut before));
             }
         };
         let thread = std::thread::Builder::new().name("poseidon-summary".into()).spawn(body)?;

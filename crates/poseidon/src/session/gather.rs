@@ -25,10 +25,16 @@ impl Session {
         };
         // This program's mistake, or news of the lanes, which all workers have: nothing to tell.
         use GatherError::{Refused, TooLarge};
-        let told = match &error {
-            Error::Gather { why, .. } => matches!(why, TooLarge { .. } | Refused { .. }),
-            _ => true,
+        let (mistake, told) = match &error {
+            Error::Gather { why, .. } => {
+                let mistake = matches!(why, TooLarge { .. } | Refused { .. });
+                (mistake, mistake)
+            }
+            _ => (false, true),
         };
+        if !mistake {
+            self.node.observed.fail(&error);
+        }
         if told {
             return Err(error);
         }

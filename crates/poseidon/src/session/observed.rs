@@ -24,6 +24,13 @@ impl Session {
         self.node.observed.write_into(folder)
     }
 
+    /// Tells `value`, such as a loss, to whoever looks at this node's scalars in TensorBoard. Of each
+    /// name the last value of about a second is kept. Does nothing unless the node's
+    /// [observation](crate::config::Observation) asks for scalars.
+    pub fn scalar(&self, name: &str, value: f64) {
+        self.node.observed.scalar(name, value);
+    }
+
     /// Where this node serves metrics, if it does.
     pub fn metrics_address(&self) -> Option<SocketAddr> {
         self.node.observed.metrics_address()

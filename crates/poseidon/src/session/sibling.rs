@@ -45,7 +45,7 @@ impl Session {
         let members: Vec<NodeId> = self.node.book.cluster.worker_ids().collect();
         let watch = || board.state();
         let opened = self.node.open_channel(name, &members, job, self.timeout, &watch);
-        opened.map_err(|error| {
+        let opened = opened.map_err(|error| {
             let failure = match &error {
                 // Most likely a node has died, perhaps with the coordinator: the lanes know which.
                 Error::Open { why: OpenError::Broken { .. }, .. }
@@ -54,6 +54,7 @@ impl Session {
                 _ => board.failure(),
             };
             failure.unwrap_or(error)
-        })
+        });
+        opened.inspect_err(|error| self.node.observed.fail(error))
     }
 }

@@ -80,9 +80,10 @@ fn events(
     };
     // Different on all nodes, because viewers do not tell them apart by process.
     let id = |of: u32| u64::from(pid) << 48 | u64::from(channel as u16) << 32 | u64::from(of);
+    // Viewers give each name a row, so the step is not in it.
     let span = |cat: &str, id: u64, args: Value| {
         let event = |ph: &str, ts: u64| {
-            json!({"ph": ph, "cat": cat, "name": step, "pid": pid, "tid": tid, "ts": ts,
+            json!({"ph": ph, "cat": cat, "name": name, "pid": pid, "tid": tid, "ts": ts,
                    "id": format!("{id:#x}"), "args": args})
         };
         vec![event("b", begin), event("e", end)]

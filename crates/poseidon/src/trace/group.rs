@@ -1,6 +1,7 @@
 //! What is noted of one group: its operations.
 
 use super::{Record, Recorder, What, this_thread};
+use crate::Error;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -37,16 +38,24 @@ impl GroupTrace {
 }
 
 impl BegunOperation {
-    /// The operation is over.
-    pub(crate) fn done(&self) {
+    /// The operation is over, and has failed if there is a `failure`.
+    pub(crate) fn done(&self, failure: Option<&Error>) {
         let Some(rings) = self.recorder.on() else { return };
+        if let Some(failure) = failure {
+            self.recorder.failure.get_or_init(|| failure.to_string());
+        }
+        let end = rings.now();
+        if let Some(kind) = self.recorder.kinds.get(self.kind as usize) {
+            kind.count.fetch_add(1, Ordering::Relaxed);
+            kind.nanos.fetch_add(end.saturating_sub(self.begin), Ordering::Relaxed);
+        }
         rings.note(Record {
             what: What::Operation,
             channel: self.channel,
             layer: self.kind,
             clock: self.number,
             begin: self.begin,
-            end: rings.now(),
+            end,
             thread: this_thread(),
             more: 0,
         });

@@ -47,7 +47,19 @@ pub(crate) struct Recorder {
     totals: Box<[LaneTotals]>,
     /// Collective operations that programs have begun.
     operations: AtomicU64,
+    /// By the number of their kind: operations that are over, while they were noted.
+    kinds: [KindTotals; KINDS],
+    /// Why an operation failed first, while they were noted.
+    failure: OnceLock<String>,
     rings: OnceLock<Rings>,
+}
+
+/// Operations of one kind.
+#[derive(Default)]
+pub(crate) struct KindTotals {
+    pub(crate) count: AtomicU64,
+    /// From the beginning to the end, added up.
+    pub(crate) nanos: AtomicU64,
 }
 
 /// What a node notes into, once it does.
@@ -126,6 +138,8 @@ pub(crate) enum What {
 const EVENTS: usize = 1 << 15;
 /// Records of a lane that are kept: for 160 layers 51 steps.
 const OF_A_LANE: usize = 1 << 13;
+/// Kinds of operations, with room for more. Those of higher numbers are not counted.
+const KINDS: usize = 16;
 
 impl Recorder {
     /// Notes nothing yet. `epoch` is what times of the node are since.
@@ -133,7 +147,9 @@ impl Recorder {
         let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
         let wall = now.saturating_sub(epoch.elapsed());
         let totals = (0..lanes).map(|_| LaneTotals::default()).collect();
-        Self { epoch, wall, totals, operations: AtomicU64::new(0), rings: OnceLock::new() }
+        let (operations, kinds) = (AtomicU64::new(0), Default::default());
+        let (failure, rings) = (OnceLock::new(), OnceLock::new());
+        Self { epoch, wall, totals, operations, kinds, failure, rings }
     }
 
     /// Takes the memory for the records, and notes from now on.
@@ -169,6 +185,17 @@ impl Recorder {
     /// Collective operations that programs have begun.
     pub(crate) fn operations(&self) -> u64 {
         self.operations.load(Ordering::Relaxed)
+    }
+
+    /// Kinds of operations that were done, by their numbers.
+    pub(crate) fn kinds(&self) -> impl Iterator<Item = (u32, &KindTotals)> {
+        let done = |(_, kind): &(u32, &KindTotals)| kind.count.load(Ordering::Relaxed) > 0;
+        (0..).zip(&self.kinds).filter(done)
+    }
+
+    /// Why an operation failed first.
+    pub(crate) fn failure(&self) -> Option<&str> {
+        self.failure.get().map(String::as_str)
     }
 
     /// Microseconds since 1970, of a time that was noted. Rounded down, so that what lay within

@@ -22,7 +22,7 @@ from poseidon.torch._job import barrier, init, is_initialized, rank, shutdown, w
 from poseidon.torch._layers import plan
 from poseidon.torch._parallel import DistributedDataParallel
 from poseidon.torch._replicas import ReplicasDiffer
-from poseidon.torch._report import metrics_address, record, report
+from poseidon.torch._report import metrics_address, record, report, scalar
 from poseidon.torch._rules import SGD, Adam, AdamW
 from poseidon.torch._saving import Saving
 
@@ -46,6 +46,7 @@ __all__ = [
     "record",
     "report",
     "save",
+    "scalar",
     "shutdown",
     "world_size",
 ]

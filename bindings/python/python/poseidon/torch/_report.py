@@ -43,6 +43,15 @@ def report(path: "Union[str, os.PathLike[str]]") -> Optional[str]:
     return made.stdout.splitlines()[0]
 
 
+def scalar(name: str, value: float) -> None:
+    """Shows ``value``, such as the loss, in TensorBoard, under ``name``.
+
+    It goes into this worker's file in ``POSEIDON_TENSORBOARD``, beside seconds a step, waiting and bytes. Of each name
+    the last value of about a second is kept. Without ``POSEIDON_TENSORBOARD`` this does nothing.
+    """
+    _native.scalar(Job.get(), name, float(value))
+
+
 def metrics_address() -> Optional[str]:
     """Where this worker serves metrics, as ``address:port``, if ``POSEIDON_METRICS`` asks for it."""
     return _native.metrics_address(Job.get())

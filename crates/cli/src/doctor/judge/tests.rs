@@ -68,6 +68,17 @@ fn an_interface_whose_mtu_is_not_the_others_is_named() {
     assert!(found.wrong && found.topic == Topic::Mtu);
     assert!(found.what.contains("eth0 of worker 2 (gpu2) has an MTU of 1400"), "{}", found.what);
     assert!(found.fix.contains("ip link set dev eth0 mtu 1500"), "{}", found.fix);
+
+    // The same of a second interface, which lanes take in turn with the first.
+    let mut nodes: Vec<_> = (0..4).map(|number| node(number, 1500)).collect();
+    for node in &mut nodes {
+        let second = Listens { interface: Some("eth1".into()), ..node.listens[0].clone() };
+        node.listens.push(second);
+    }
+    nodes[3].listens[1].mtu = Some(9000);
+    let found = findings(&nodes, &ways(|_| ()));
+    let found = only(&found);
+    assert!(found.what.contains("eth1 of worker 3 (gpu3) has an MTU of 9000"), "{}", found.what);
 }
 
 #[test]
