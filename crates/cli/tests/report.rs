@@ -101,7 +101,7 @@ fn process_groups_get_a_page_of_their_operations() {
     assert_eq!(said, "seen/c10d/job.html\nseen/c10d/trace.json\n");
     let page = fs::read_to_string(trial.path("seen/c10d/job.html")).unwrap();
     for part in [
-        "2 workers did about 3 collective operations each in 2.50 s",
+        "2 workers did about 3 collective operations each in 2.5 s",
         "<tr><td>all_reduce</td><td class=\"num\">6</td><td class=\"num\">2.00 ms</td></tr>",
         "4.00 kB / 5.00 kB",
     ] {

@@ -45,7 +45,7 @@ fn every_chunk_is_taken_once_and_after_it_was_written() {
         });
         let mut sum = 0;
         layer.take(&mut sum);
-        lanes.map(|lane| lane.join().unwrap());
+        lanes.into_iter().for_each(|lane| lane.join().unwrap());
         layer.take(&mut sum);
         assert_eq!(sum, 3);
     });

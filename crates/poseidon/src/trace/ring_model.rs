@@ -30,7 +30,7 @@ fn a_reader_sees_whole_records_only() {
         for record in ring.read() {
             assert_eq!(record[0], record[1], "half of one record and half of another");
         }
-        writers.map(|writer| writer.join().unwrap());
+        writers.into_iter().for_each(|writer| writer.join().unwrap());
         for record in ring.read() {
             assert_eq!(record[0], record[1]);
         }
