@@ -79,12 +79,19 @@ impl fmt::Display for Process {
 mod tests {
     use super::*;
     use crate::command::{command, end};
+    use std::time::{Duration, Instant};
 
     #[test]
     fn the_system_tells_of_a_process_and_its_workers() {
         let mut worker = command(&["sleep", "600"]);
         let mut worker = worker.env("RANK", "3").spawn().unwrap();
-        let found = family(std::process::id()).unwrap();
+        // A process has no environment yet when it has just begun.
+        let until = Instant::now() + Duration::from_secs(60);
+        let mut found = family(std::process::id()).unwrap();
+        while !found.contains_key(&Process::Worker(3)) && Instant::now() < until {
+            std::thread::yield_now();
+            found = family(std::process::id()).unwrap();
+        }
         end(&mut worker).unwrap();
         assert!(found[&Process::Launcher].anonymous > 0, "{found:?}");
         assert!(found[&Process::Worker(3)].rss > 0, "{found:?}");
