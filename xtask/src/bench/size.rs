@@ -25,9 +25,9 @@ impl FromStr for Size {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
-        let unit = UNITS.iter().find(|(name, _)| text.ends_with(name));
-        let (digits, factor) =
-            unit.map_or((text, 1), |(name, factor)| (&text[..text.len() - name.len()], *factor));
+        let upper = text.to_ascii_uppercase();
+        let without = |(name, factor): &(&str, u64)| Some((upper.strip_suffix(name)?, *factor));
+        let (digits, factor) = UNITS.iter().find_map(without).unwrap_or((&upper, 1));
         let count: u64 = digits
             .parse()
             .map_err(|_| format!("`{text}` is not a size such as 64KB, 100MB or 4096"))?;
@@ -58,6 +58,7 @@ mod tests {
         for (text, bytes) in [("64KB", 65536), ("100MB", 104_857_600), ("4", 4), ("1GB", 1 << 30)] {
             assert_eq!(text.parse(), Ok(Size(bytes)));
             assert_eq!(Size(bytes).to_string(), text);
+            assert_eq!(text.to_lowercase().parse(), Ok(Size(bytes)));
         }
         assert_eq!("1024KB".parse::<Size>().unwrap().to_string(), "1MB");
     }
