@@ -6,6 +6,10 @@
 //! export AWS_ACCESS_KEY_ID=key AWS_SECRET_ACCESS_KEY=secret
 //! poseidon train --checkpoint s3://bucket/run
 //! ```
+//!
+//! It serves until it is stopped, or for as many seconds as a third word says.
+//!
+//! Run: cargo run -q -p poseidon-checkpoint --example s3_server -- 127.0.0.1:0 target/s3-store 1
 
 use hyper_util::rt::{TokioExecutor, TokioIo};
 use hyper_util::server::conn::auto;
@@ -14,6 +18,7 @@ use s3s::service::S3ServiceBuilder;
 use s3s_fs::FileSystem;
 use std::error::Error;
 use std::path::PathBuf;
+use std::time::Duration;
 use tokio::net::TcpListener;
 
 fn main() -> Result<(), Box<dyn Error>> {
@@ -21,6 +26,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     let (Some(address), Some(folder)) = (words.next(), words.next()) else {
         return Err("expected an address to listen at, and a folder".into());
     };
+    let seconds = words.next().map(|seconds| seconds.parse()).transpose()?;
     let folder = PathBuf::from(folder);
     std::fs::create_dir_all(folder.join("bucket"))?;
     let files = FileSystem::new(&folder).map_err(|error| format!("{error:?}"))?;
@@ -28,7 +34,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     service.set_auth(SimpleAuth::from_single("key", "secret"));
     let service = service.build();
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
-    runtime.block_on(async move {
+    let serve = async move {
         let listener = TcpListener::bind(&address).await?;
         println!("s3://bucket at http://{}", listener.local_addr()?);
         loop {
@@ -40,6 +46,15 @@ fn main() -> Result<(), Box<dyn Error>> {
                     eprintln!("a connection ended: {error}");
                 }
             });
+        }
+    };
+    runtime.block_on(async {
+        match seconds {
+            None => serve.await,
+            Some(seconds) => {
+                let end = tokio::time::timeout(Duration::from_secs(seconds), serve).await;
+                end.unwrap_or(Ok(()))
+            }
         }
     })
 }
