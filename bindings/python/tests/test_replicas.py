@@ -93,7 +93,10 @@ def test_who_asks_for_an_error_gets_one():
     assert all(status != 0 for status, _, _ in workers), workers
 
 
-@pytest.mark.parametrize("settings", [dict(), dict(accumulates=True), dict(broadcast_buffers=False), dict(find_unused_parameters=True)])
+@pytest.mark.parametrize(
+    "settings",
+    [dict(), dict(accumulates=True), dict(broadcast_buffers=False), dict(find_unused_parameters=True)],
+)
 def test_what_may_differ_is_not_compared(settings):
     for status, result, errors in attempt(train, 2, environment=EVERY_STEP, **settings):
         assert status == 0, errors

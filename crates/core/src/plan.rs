@@ -359,8 +359,9 @@ impl Weighted {
     }
 }
 
-/// Large layers are dealt out in equal chunks, and go round the ring of hosts if there is one. Small ones are laid end to end, and the line is cut
-/// into shares: as many as there are shards, or as are worth a frame.
+/// Large layers are dealt out in equal chunks, and go round the ring of hosts if there is one. Small
+/// ones are laid end to end, and the line is cut into shares: as many as there are shards, or as are
+/// worth a frame.
 fn place_evenly(cluster: &Cluster, layers: Vec<(&mut LayerPlan, usize)>, size: ChunkSize) {
     let mut weighted = Weighted::new(cluster);
     let mut small = Vec::new();
