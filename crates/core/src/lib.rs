@@ -47,6 +47,7 @@ pub mod share;
 pub mod store;
 pub mod syncer;
 pub mod tree;
+pub mod windows;
 pub mod wire;
 
 mod byte_size;
@@ -76,3 +77,4 @@ pub use store::Store;
 pub use syncer::Syncer;
 pub use tree::{Route, Tree};
 pub use violation::Violation;
+pub use windows::Windows;

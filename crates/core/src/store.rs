@@ -46,6 +46,7 @@ use loose::Owed;
 use open_clock::{OpenClock, add_or_assign};
 pub use outcome::{Completed, Kept, Outcome, Restored, Resumption, Stall, Way};
 use pool::{Pool, unshared};
+use std::cmp::Reverse;
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
 use std::time::Duration;
@@ -351,21 +352,30 @@ impl Store {
 
     /// The chunk that has waited longest for a missing worker, if it has waited for `limit`.
     pub fn poll_stalled(&self, now: Duration, limit: Duration) -> Option<Stall> {
-        let open = self.slots.iter().filter_map(|s| Some((s, s.waits_since()?)));
-        let (slot, since) = open.min_by_key(|(_, since)| *since)?;
-        let waited = now.saturating_sub(since);
-        if waited < limit {
-            return None;
-        }
-        let absent = |stream: &usize| self.awaits(slot, *stream);
-        let mut absent: Vec<usize> = (0..slot.streams.len()).filter(absent).collect();
-        if absent.is_empty() {
-            // They wait for a result, but have not sent all of what was late.
-            absent = (0..slot.streams.len()).filter(|at| slot.progress[*at].late).collect();
-        }
-        let missing = absent.iter().map(|stream| slot.streams.nodes()[*stream]).collect();
-        let collected = absent.iter().all(|stream| slot.streams.is_collected(*stream));
-        Some(Stall { key: slot.key, clock: slot.clock, missing, collected, waited })
+        let waits = self.slots.iter().filter_map(|slot| {
+            let waited = now.saturating_sub(slot.waits_since()?);
+            (waited >= limit).then_some((slot, waited))
+        });
+        // In a ring, chunks of one layer await the same node through others and straight. Who awaits
+        // it straight knows that it is missing.
+        let is_collected =
+            |slot: &Slot| self.absent(slot).all(|stream| slot.streams.is_collected(stream));
+        let (slot, waited) =
+            waits.min_by_key(|(slot, waited)| (is_collected(slot), Reverse(*waited)))?;
+        let missing = self.absent(slot).map(|stream| slot.streams.nodes()[stream]).collect();
+        let (key, clock, collected) = (slot.key, slot.clock, is_collected(slot));
+        Some(Stall { key, clock, missing, collected, waited })
+    }
+
+    /// The streams that `slot` waits for.
+    fn absent<'s>(&'s self, slot: &'s Slot) -> impl Iterator<Item = usize> + 's {
+        let streams = 0..slot.streams.len();
+        // If there are none they wait for a result, but have not sent all of what was late.
+        let any = streams.clone().any(|stream| self.awaits(slot, stream));
+        streams.filter(move |stream| match any {
+            true => self.awaits(slot, *stream),
+            false => slot.progress[*stream].late,
+        })
     }
 
     fn slot(&self, chunk: ChunkKey) -> Result<SlotId, Violation> {

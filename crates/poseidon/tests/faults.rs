@@ -6,12 +6,16 @@ use cluster::fake::Fake;
 use cluster::{Layout, builder, job, step, without_hanging};
 use poseidon::config::{Config, Member};
 use poseidon::{Buffer, Error, Job, Layer, Servers, Session, serve};
+use poseidon_core::ChunkKey;
 use poseidon_core::wire::{Header, Kind};
 use rustix::process::{Pid, Signal, kill_process};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::process::{Child, Command, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
+
+/// Five hosts in a ring.
+const RING: Layout = Layout { workers: 5, hosts: &[1; 5], ..Layout::workers(0) };
 
 /// Runs `play` on every worker of `layout`, each with its own thread and session, and returns what
 /// they return. Dedicated servers run beside them.
@@ -52,7 +56,7 @@ fn says(error: &Error, words: &[&str]) {
 
 #[test]
 fn a_worker_that_drops_its_session_is_named() {
-    let hosts = [&[][..], &[2, 2]];
+    let hosts = [&[][..], &[2, 2], &[1, 1, 1]];
     for (servers, hosts) in [Servers::Colocated, Servers::Dedicated(1)]
         .into_iter()
         .flat_map(|servers| hosts.map(|hosts| (servers, hosts)))
@@ -98,7 +102,7 @@ fn a_worker_that_panics_is_named() {
 
 #[test]
 fn a_worker_that_finishes_too_early_is_named() {
-    let hosts = [&[][..], &[2, 3], &[1, 4]];
+    let hosts = [&[][..], &[2, 3], &[1, 4], &[1, 1, 1, 2]];
     for (servers, hosts) in [Servers::Colocated, Servers::Dedicated(2), Servers::Mixed(1)]
         .into_iter()
         .flat_map(|servers| hosts.map(|hosts| (servers, hosts)))
@@ -188,19 +192,22 @@ fn a_worker_that_thinks_for_longer_than_the_silence_limit_is_not_lost() {
 
 #[test]
 fn a_worker_that_never_sends_is_named_with_what_waits_for_it() {
-    for servers in [Servers::Colocated, Servers::Dedicated(1)] {
-        let layout = Layout { servers, ..Layout::workers(3) };
+    let dedicated = Layout { servers: Servers::Dedicated(1), ..Layout::workers(3) };
+    for layout in [Layout::workers(3), dedicated, RING] {
         let results = perform(
             layout,
             |config| config.timeout = Duration::from_secs(2),
             |session| {
                 for clock in 1..=2 {
-                    step(&session, clock, 0..3)?;
+                    step(&session, clock, 0..session.workers() as u16)?;
                 }
+                let layer = session.layer("b")?;
+                let chunk = ChunkKey { layer, index: 0 };
+                let route = session.book().plan().route(chunk).unwrap();
+                assert_eq!(route.ring, session.workers() == usize::from(RING.workers));
                 if session.rank() != 1 {
                     return Err(go_on(&session, 3));
                 }
-                let layer = session.layer("a")?;
                 loop {
                     session.is_ready(layer)?;
                     thread::sleep(Duration::from_millis(10));
@@ -254,6 +261,7 @@ struct Process(Child);
 impl Process {
     /// Starts this test program again, as the member that `role` names.
     fn start(config: &Config, role: &str) -> Self {
+        let host = config.host.iter().map(|host| ("POSEIDON_HOST", host));
         let child = Command::new(std::env::current_exe().unwrap())
             .args(["--exact", "another_process", "--nocapture"])
             .env("FAULTS_ROLE", role)
@@ -265,6 +273,7 @@ impl Process {
             .env("POSEIDON_LANES", config.lanes.to_string())
             .env("POSEIDON_SERVERS", config.servers.to_string())
             .envs((role == "server").then_some(("POSEIDON_SERVER", "0")))
+            .envs(host)
             .stdout(Stdio::null())
             .spawn()
             .unwrap();
@@ -304,12 +313,16 @@ fn strike(layout: Layout, role: &'static str, signal: Signal) -> Vec<Error> {
     without_hanging(move || {
         let (_coordinator, mut config) = layout.coordinator();
         config.silence = Duration::from_secs(5);
-        let process = Process::start(&config, role);
+        let struck = match role {
+            "server" => config.clone(),
+            _ => layout.member(&config, Member::Worker(1)),
+        };
+        let process = Process::start(&struck, role);
         thread::scope(|scope| {
             let here = (0..layout.workers).filter(|&rank| role == "server" || rank != 1);
             let workers: Vec<_> = here
                 .map(|rank| {
-                    let config = Config { member: Member::Worker(rank), ..config.clone() };
+                    let config = layout.member(&config, Member::Worker(rank));
                     let process = &process;
                     scope.spawn(move || {
                         let session = builder(config, &job()).start().unwrap();
@@ -346,8 +359,18 @@ fn a_server_that_is_killed_is_named() {
 
 #[test]
 fn a_worker_that_is_killed_is_named() {
-    for error in strike(Layout::workers(3), "worker", Signal::KILL) {
-        says(&error, &["lost worker 1"]);
+    for layout in [Layout::workers(3), RING] {
+        for error in strike(layout, "worker", Signal::KILL) {
+            says(&error, &["lost worker 1"]);
+        }
+    }
+}
+
+/// Its neighbours in the ring await it, and everybody else awaits somebody who does.
+#[test]
+fn a_worker_that_hangs_in_a_ring_is_named_with_what_was_awaited_from_it() {
+    for error in strike(RING, "worker", Signal::STOP) {
+        says(&error, &["lost worker 1: not heard for 5s", "of layer '", "at clock "]);
     }
 }
 

@@ -30,7 +30,7 @@ impl Places {
         cluster.workers().div_ceil(ranks) + cluster.nodes() - cluster.workers()
     }
 
-    /// `cluster` on these hosts and in these racks.
+    /// `cluster` on these hosts and in these racks, in a ring where a job would have one.
     pub fn place(&self, cluster: Cluster) -> Cluster {
         let ranks = self.ranks_per_host.max(1);
         let workers = cluster.worker_ids().map(|worker| worker.0 / ranks);
@@ -44,6 +44,7 @@ impl Places {
         let placed = cluster.with_hosts(hosts, racks);
         placed
             .expect("every node has a host and every host a rack, and each new number is the next")
+            .in_a_ring()
     }
 }
 
@@ -61,7 +62,10 @@ mod tests {
         assert_eq!(placed.racks(), [0, 0, 0, 1, 1]);
         assert_eq!((Places::of(&placed), places.hosts(&cluster)), (places, 5));
         let alone = Places { ranks_per_host: 1, hosts_per_rack: None };
-        assert_eq!(alone.place(cluster.clone()), cluster);
+        assert_eq!(alone.place(cluster.clone()), cluster, "dedicated servers are in no ring");
         assert_eq!(Places::of(&cluster), alone);
+        let three = Cluster::new(3, Servers::Colocated, 1).unwrap();
+        assert!(alone.place(three.clone()).is_ring());
+        assert!(!Places { hosts_per_rack: Some(2), ..alone }.place(three).is_ring());
     }
 }

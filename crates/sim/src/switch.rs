@@ -17,7 +17,7 @@ use crate::outcome::Drops;
 use crate::peers::Peers;
 use crate::setup::Setup;
 use poseidon_core::queue::BATCH_BYTES;
-use poseidon_core::{Cluster, NodeId, Tree, port};
+use poseidon_core::{NodeId, Tree, Windows};
 use rand::RngExt;
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::SeedableRng;
@@ -40,7 +40,7 @@ struct Queues {
     connections: Vec<Option<Box<Connection>>>,
     /// By sender: the receivers to whom something is to be sent again.
     again: Vec<Peers>,
-    /// By receiver: the window of every link to it, if a port has a budget.
+    /// By receiver and sender: the window of the link, if a port has a budget.
     windows: Option<Vec<u32>>,
     chance: ChaCha8Rng,
     drops: Drops,
@@ -60,7 +60,7 @@ impl Switch {
             tree: Tree::new(&setup.cluster),
             connections: (0..nodes * nodes).map(|_| None).collect(),
             again: vec![Peers::none(nodes); nodes],
-            windows: setup.windows.then(|| windows(&setup.cluster)),
+            windows: setup.windows.then(|| windows(setup)),
             chance: ChaCha8Rng::seed_from_u64(setup.seed),
             drops: Drops::default(),
         });
@@ -71,7 +71,9 @@ impl Switch {
     pub(crate) fn room(&self, from: NodeId, to: u16, unlanded: u32) -> u32 {
         let Some(queues) = &self.queues else { return room(unlanded) };
         let connection = queues.connections[self.id(from, to) as usize].as_ref();
-        let window = queues.windows.as_ref().map_or(WINDOW, |windows| windows[usize::from(to)]);
+        let window = queues.windows.as_ref().map_or(WINDOW, |windows| {
+            windows[usize::from(to) * self.nodes + from.index()]
+        });
         let segment = SHORT_SEGMENT.min(window);
         let has_room = unlanded + segment <= window
             && connection.is_none_or(|connection| connection.has_room(segment));
@@ -87,7 +89,11 @@ impl Switch {
     pub(crate) fn batch(&self, node: NodeId) -> u32 {
         match &self.queues {
             None => BATCH_BYTES as u32,
-            Some(Queues { windows: Some(windows), .. }) => windows[node.index()],
+            Some(Queues { windows: Some(windows), .. }) => {
+                let own = &windows[node.index() * self.nodes..][..self.nodes];
+                let bounded = own.iter().copied().filter(|window| *window < WINDOW);
+                bounded.max().unwrap_or(BATCH_BYTES as u32)
+            }
             Some(_) => BURST,
         }
     }
@@ -214,20 +220,15 @@ pub(crate) fn room(unlanded: u32) -> u32 {
     if unlanded < WINDOW { SEGMENT } else { 0 }
 }
 
-/// By receiver: the window of its links from other hosts, as sessions have it. The nodes of a host
-/// share the budget of its port, and each has it from those that send to it.
-fn windows(cluster: &Cluster) -> Vec<u32> {
-    let tree = Tree::new(cluster);
-    let window = |node: NodeId| {
-        let (all, host) = (cluster.node_ids(), tree.host(node));
-        let neighbours = all.filter(|other| tree.host(*other) == host).count();
-        let senders = match tree.is_flat() {
-            true => cluster.nodes() - neighbours,
-            false => tree.senders(node, false).len(),
-        };
-        port::window(senders, neighbours, None) as u32
+/// By receiver and sender: the window of the link, as sessions have it.
+fn windows(setup: &Setup) -> Vec<u32> {
+    let Setup { cluster, consistency, .. } = setup;
+    let nodes = || cluster.node_ids();
+    let of_receiver = |receiver| {
+        let windows = Windows::new(cluster, receiver, 1, None, consistency.is_bsp());
+        nodes().map(move |sender| windows.of(sender).map_or(WINDOW, |window| window as u32))
     };
-    cluster.node_ids().map(window).collect()
+    nodes().flat_map(of_receiver).collect()
 }
 
 /// Bytes under way to one peer: a socket's buffers on both ends.

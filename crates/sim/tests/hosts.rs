@@ -157,13 +157,22 @@ fn workers_of_a_host_share_its_port() {
 fn a_racks_link_carries_what_it_carries_for_one_host() {
     for ranks in [1, 2] {
         let racks = Some(Racks { hosts_per_rack: 4, oversubscription: 4.0 });
-        let exchanged = |named| {
-            let cluster = placed((16 * ranks, Servers::Colocated), ranks, named);
+        let exchanged = |cluster| {
             let mut setup = exchange(cluster, 10 << 20);
             setup.network.racks = racks;
             run(&setup)
         };
-        let (flat, tree) = (exchanged(None), exchanged(Some(4)));
+        let workers = (16 * ranks, Servers::Colocated);
+        let ring = placed(workers, ranks, None);
+        let straight = Cluster::new(workers.0, workers.1, 1).unwrap();
+        let straight = straight.with_hosts(ring.hosts().to_vec(), Vec::new()).unwrap();
+        let (flat, tree) = (exchanged(straight), exchanged(placed(workers, ranks, Some(4))));
+        // A ring passes every link once. Of 16 hosts, 15 / 16 of a layer go each way; between four
+        // racks 3 / 4 do.
+        let ring = exchanged(ring);
+        for (ring, tree) in ring.racks.iter().zip(&tree.racks) {
+            near(ring.sent as f64, tree.sent as f64 * (15.0 / 16.0) / (3.0 / 4.0), 0.01);
+        }
         assert_eq!((flat.racks.len(), tree.racks.len()), (4, 4));
         for (flat, tree) in flat.racks.iter().zip(&tree.racks) {
             near(flat.sent as f64, 4.0 * tree.sent as f64, 0.01);

@@ -10,11 +10,12 @@
 //!   later pieces are still coming. The root ends with the reduction. All slices of reduce and
 //!   reduce_scatter.
 //! * *Up and down*: the same, and the root sends each complete piece back down the tree, step 1. In an
-//!   all-reduce every rank is the root of an equal slice. 2·N·(P-1)/P bytes leave each rank if no
-//!   two share a host; and if ranks share hosts, as much leaves each host, with the hosts for P. A
-//!   small all-reduce among ranks that share hosts is one slice.
+//!   all-reduce every rank is the root of a slice, and the slices of every host are equally long
+//!   together. 2·N·(P-1)/P bytes leave each rank if no two share a host; and if ranks share hosts, as
+//!   much leaves each host, with the hosts for P. A small all-reduce among ranks that share hosts is
+//!   one slice.
 //! * *Down*: the root's slice goes down its tree, step 0. All slices of all_gather, and small
-//!   broadcasts. In a large broadcast every rank is the root of an equal slice, and a slice goes from
+//!   broadcasts. In a large broadcast every rank is the root of a slice as in an all-reduce, and a slice goes from
 //!   the rank that has the tensor up to the slice's root, step 0, and down to all others, step 1.
 
 use super::Tensor;
@@ -194,7 +195,7 @@ impl Flow {
         }
         self.cut(ways.size());
         for slice in ways.others().chain([ways.me]) {
-            let region = tensor.region.part(range_of(slice, tensor, ways.size()));
+            let region = tensor.region.part(range_of(slice, tensor, ways));
             self.up_and_down(slice, slice, region, mode, ways);
         }
     }
@@ -217,7 +218,7 @@ impl Flow {
     fn broadcast(&mut self, tensor: &Tensor, origin: u16, ways: &Ways) {
         self.cut(ways.size());
         for root in ways.others().chain([ways.me]) {
-            let region = tensor.region.part(range_of(root, tensor, ways.size()));
+            let region = tensor.region.part(range_of(root, tensor, ways));
             let way = ways.of(root);
             let source = ways.source(root, origin);
             let onward = way.parent.map(|parent| (parent, 0)).into_iter();
@@ -399,8 +400,7 @@ pub(super) fn piece_of(region: &Region, piece: u32) -> Region {
 }
 
 /// The bytes of the slice that one rank owns.
-fn range_of(rank: u16, tensor: &Tensor, size: u16) -> Range<usize> {
-    let (count, width) = (tensor.count(), tensor.dtype.size());
-    let edge = |rank: u16| (count as u128 * u128::from(rank) / u128::from(size)) as usize * width;
-    edge(rank)..edge(rank + 1)
+fn range_of(rank: u16, tensor: &Tensor, ways: &Ways) -> Range<usize> {
+    let (slice, width) = (ways.slice(rank, tensor.count()), tensor.dtype.size());
+    slice.start * width..slice.end * width
 }

@@ -7,6 +7,7 @@
 
 use poseidon_core::cluster::ClusterError;
 use poseidon_core::{Cluster, NodeId, Route, Servers, Tree};
+use std::ops::Range;
 
 /// The ranks of a group, as one of them sees the group.
 pub(crate) struct Members {
@@ -27,6 +28,8 @@ pub(super) struct Ways {
     ring: bool,
     /// By root.
     ways: Vec<Way>,
+    /// By rank: how much of a tensor the slices of the ranks before it are; and of all ranks.
+    before: Vec<u64>,
     /// The same round the ring, if hosts are in one.
     round: Option<Box<Ways>>,
 }
@@ -81,7 +84,18 @@ impl Ways {
             Way { parent, children }
         };
         let ways = (0..size).map(way).collect();
-        Self { me, tree, ring, ways, round: None }
+        let before = shares(&tree);
+        Self { me, tree, ring, ways, before, round: None }
+    }
+
+    /// The numbers of a tensor of `count` that are `rank`'s slice, where every rank has one. Hosts
+    /// have equal parts, so that no port carries more than another, however many ranks share it.
+    pub(super) fn slice(&self, rank: u16, count: usize) -> Range<usize> {
+        let whole = self.before.last().map_or(1, |whole| u128::from(*whole)).max(1);
+        let edge = |rank: u16| {
+            (count as u128 * u128::from(self.before[usize::from(rank)]) / whole) as usize
+        };
+        edge(rank)..edge(rank + 1)
     }
 
     /// The ways of slices of so many bytes: large ones go round the ring, if there is one.
@@ -141,13 +155,29 @@ impl Ways {
     }
 }
 
+/// By rank: the parts of all ranks before it. The last is the sum of all parts.
+fn shares(tree: &Tree) -> Vec<u64> {
+    let ranks = tree.workers_by_host().map(<[NodeId]>::len);
+    let part = ranks.map(|ranks| (1 << 32) / ranks.max(1) as u64).collect::<Vec<_>>();
+    let parts = (0..tree.workers() as u16).map(|rank| part[usize::from(tree.host(NodeId(rank)))]);
+    let sums = parts.scan(0, |sum, part| {
+        *sum += part;
+        Some(*sum)
+    });
+    std::iter::once(0).chain(sums).collect()
+}
+
 /// The ranks of a group as a cluster of their own. Its hosts and racks are those of `cluster` that
 /// the ranks are in, numbered in the order of their first ranks.
 fn among(cluster: &Cluster, nodes: &[NodeId]) -> Result<Cluster, ClusterError> {
     let host_of = |node: &NodeId| cluster.hosts().get(node.index()).copied().unwrap_or(node.0);
     let (hosts, first) = numbered(nodes.iter().map(host_of));
     let rack_of = |host: &u16| cluster.racks().get(usize::from(*host)).copied().unwrap_or(0);
-    let (racks, _) = numbered(first.iter().map(rack_of));
+    // Nobody has named racks: then the group has none either, and its hosts may be in a ring.
+    let racks = match cluster.racks().is_empty() {
+        true => Vec::new(),
+        false => numbered(first.iter().map(rack_of)).0,
+    };
     let group =
         Cluster::new(nodes.len() as u16, Servers::Colocated, 1)?.with_hosts(hosts, racks)?;
     Ok(if cluster.is_ring() { group.in_a_ring() } else { group })
@@ -198,6 +228,40 @@ mod tests {
         // Two of one host, and one node of each host, are flat.
         assert!(members(&hosts, &[], &[5, 4], 0).ways.is_flat());
         assert!(members(&hosts, &[], &[5, 1], 0).ways.is_flat());
+    }
+
+    /// Large slices of a group go round the ring of its own hosts; small ones go straight.
+    #[test]
+    fn large_slices_of_a_group_go_round_the_ring() {
+        let cluster = Cluster::new(5, Servers::Colocated, 1).unwrap().in_a_ring();
+        let nodes = [0, 1, 3, 4].map(NodeId).to_vec();
+        let ways = Members::new(&cluster, 1, nodes, Vec::new()).unwrap().ways;
+        let way = |parent, children: &[u16]| Way { parent, children: children.to_vec() };
+        assert_eq!(*ways.for_slices(LEAST_ROUND).of(0), way(Some(0), &[2]));
+        assert_eq!(*ways.for_slices(LEAST_ROUND).of(1), way(None, &[2]));
+        assert_eq!(*ways.for_slices(LEAST_ROUND - 1).of(1), way(None, &[2, 3, 0]));
+        // Two hosts are no ring.
+        let pair = [0, 3].map(NodeId).to_vec();
+        let ways = Members::new(&cluster, 0, pair, Vec::new()).unwrap().ways;
+        assert_eq!(*ways.for_slices(LEAST_ROUND).of(0), way(None, &[1]));
+    }
+
+    #[test]
+    fn hosts_have_equal_parts_of_a_tensor() {
+        let hosts = [0, 0, 0, 1, 2, 2, 2, 2];
+        let nodes: Vec<u16> = (0..8).collect();
+        let ways = members(&hosts, &[], &nodes, 0).ways;
+        let count = 1_200_000;
+        let slices: Vec<Range<usize>> = (0..8).map(|rank| ways.slice(rank, count)).collect();
+        let lengths: Vec<usize> = slices.iter().map(ExactSizeIterator::len).collect();
+        let (third, fourth) = (133_333, 100_000);
+        for (length, expected) in lengths.iter().zip([[third; 3].as_slice(), &[400_000], &[fourth; 4]].concat()) {
+            assert!(length.abs_diff(expected) <= 1, "{lengths:?}");
+        }
+        assert_eq!((slices[0].start, slices[7].end), (0, count));
+        assert!(slices.windows(2).all(|pair| pair[0].end == pair[1].start));
+        // Fewer numbers than ranks: some slices are empty.
+        assert_eq!((0..8).map(|rank| ways.slice(rank, 3).len()).sum::<usize>(), 3);
     }
 
     #[test]

@@ -10,14 +10,14 @@ use crate::job::line::ControlLine;
 use crate::job::patience::WatchedPatience;
 use crate::job::probe::{Links, Probe};
 use poseidon_core::wire::{Hello, Purpose, Status};
-use poseidon_core::{Epoch, JobId, LaneId, NodeId, Rate, Tree};
+use poseidon_core::{Epoch, JobId, LaneId, NodeId, Rate, Tree, Windows};
 use poseidon_link::descriptors::{self, Need, Shortage};
 use poseidon_link::{
     Address, BindError, Caller, ConnectError, Credentials, Listener, SOCKET_BUFFER, Serving,
     Stream, address, address::Choice, connect, connect_unless, resolve,
 };
 use poseidon_matrix::Unit;
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 use std::net::{IpAddr, Ipv4Addr};
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
@@ -329,61 +329,24 @@ impl Opening<'_> {
         Err(self.line.trouble().unwrap_or(error))
     }
 
-    /// Gives every link its window: a part of this host's port for links to other hosts. Every other
-    /// host has an equal part, because it sends as much as any other, by few connections or by many.
-    /// In a ring, each of the two neighbours has a third, and all hosts together share the rest.
-    /// Nodes that this one exchanges no sums with have a small window.
+    /// Gives every link its window: a part of this host's port for links to other hosts.
     fn widen(&self, links: &mut [Links]) {
         let Self { config, book, .. } = *self;
         let (me, cluster) = (config.node(), &book.cluster);
-        let tree = Tree::new(cluster);
-        let away = |node: &NodeId| tree.host(*node) != tree.host(me);
-        let neighbours: Vec<NodeId> = cluster.node_ids().filter(|node| !away(node)).collect();
-        let all: Vec<NodeId> = cluster.partners(me).into_iter().filter(away).collect();
-        // Where workers may be at different clocks, nothing is added up inside hosts.
-        let is_flat = tree.is_flat() || !book.job.consistency.is_bsp();
-        let senders = |node: NodeId| match is_flat {
-            true => cluster.partners(node).into_iter().filter(away).collect(),
-            false => tree.senders(node, false),
-        };
-        let round = |node: NodeId| match cluster.is_ring() {
-            true => tree.senders(node, true),
-            false => Vec::new(),
-        };
-        // By host: connections that sums of it come by, to any node of this host.
-        let flows = |senders: &dyn Fn(NodeId) -> Vec<NodeId>| {
-            let mut flows: BTreeMap<u16, usize> = BTreeMap::new();
-            for sender in neighbours.iter().flat_map(|node| senders(*node)) {
-                *flows.entry(tree.host(sender)).or_default() += 1;
-            }
-            flows
-        };
-        let (straight, ring) = (flows(&senders), flows(&round));
-        // Who shares the port as equals: three parts in a ring, of which all hosts have one.
-        let parts = if ring.is_empty() { 1 } else { ring.len() + 1 };
-        let (own, own_round) = (senders(me), round(me));
         // Lanes share the interfaces, and so the port's rate.
         let interfaces = self.choices.len();
         let lanes = links.len().div_ceil(interfaces);
         let rate = cluster.ports().get(me.index()).map(|port| port.rate);
         let rate = rate.map(|rate| Rate::nearest(rate.bits() as f64 / interfaces as f64));
+        // Where workers may be at different clocks, nothing is added up inside hosts.
+        let windows = Windows::new(cluster, me, lanes, rate, book.job.consistency.is_bsp());
+        let tree = Tree::new(cluster);
         for (node, link) in links.iter_mut().flatten() {
-            // One sender does not overflow a port that is as fast as its own. On a long way, queues
-            // are not what takes time, and a small window would.
+            // On a long way, queues are not what takes time, and a small window would.
             let is_long = link.round_trip().is_some_and(|time| time > LONG_WAY);
-            let host = tree.host(*node);
-            let (count, shares) = match (ring.get(&host), straight.get(&host)) {
-                (Some(of_host), _) if own_round.contains(node) => (parts, of_host * lanes),
-                (_, Some(of_host)) if own.contains(node) => {
-                    (parts * straight.len(), of_host * lanes)
-                }
-                _ => (parts * all.len(), neighbours.len() * lanes),
-            };
-            let bytes = match away(node) && count * shares > 1 && !is_long {
-                true => poseidon_core::port::window(count, shares, rate),
-                false => SOCKET_BUFFER,
-            };
-            if away(node) && !is_long && !link.expect_answers_soon() {
+            let bytes = windows.of(*node).filter(|_| !is_long).unwrap_or(SOCKET_BUFFER);
+            let is_away = tree.host(*node) != tree.host(me);
+            if is_away && !is_long && !link.expect_answers_soon() {
                 tracing::debug!(%node, "what is lost is sent again after the system's 200 ms");
             }
             if let Err(error) = link.widen(bytes) {

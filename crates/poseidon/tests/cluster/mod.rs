@@ -102,7 +102,7 @@ pub(crate) struct Layout {
 }
 
 impl Layout {
-    pub(crate) fn workers(workers: u16) -> Self {
+    pub(crate) const fn workers(workers: u16) -> Self {
         let (servers, carrier) = (Servers::Colocated, Carriers::Auto);
         Self { workers, servers, lanes: 1, carrier, hosts: &[], racks: &[], encrypt: false }
     }

@@ -91,7 +91,7 @@ impl Case {
         scheme: Policy,
         rebuilding: f64,
     ) -> anyhow::Result<Outcome> {
-        let cluster = Cluster::new(workers, Servers::Colocated, self.lanes)?;
+        let cluster = Cluster::new(workers, Servers::Colocated, self.lanes)?.in_a_ring();
         let mut network = Network::virtual_cluster(self.rate.bytes());
         network.latency += self.delay;
         let mut setup = Setup::new(&self.model, self.times.clone(), cluster, self.batch, network);

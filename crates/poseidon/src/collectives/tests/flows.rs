@@ -364,10 +364,11 @@ fn a_large_all_reduce_crosses_a_port_as_if_each_host_had_one_rank() {
     let quarter = 96_000 * 4 / 4;
     assert_eq!(ports(&[4; 4]).sent, [2 * 3 * quarter; 4]);
     assert_eq!(ports(&[16]).sent, [0]);
-    // The slices of a host's ranks come in from two hosts and go out to two; the others go out and
-    // come in once.
-    let eighth = 96_000 * 4 / 8;
-    assert_eq!(ports(&[3, 1, 4]).sent, [11 * eighth, 9 * eighth, 12 * eighth]);
+    // Uneven hosts have equal parts, but for a number or two.
+    let third = 96_000 * 4 / 3;
+    for sent in ports(&[3, 1, 4]).sent {
+        assert!(sent.abs_diff(2 * 2 * third) <= 8, "{sent} bytes");
+    }
 }
 
 /// Frames that do not follow from the tree are refused, in words.

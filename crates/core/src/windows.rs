@@ -1,0 +1,176 @@
+//! How what may be under way to a host's port is shared out among the links that end there.
+
+use crate::port::window;
+use crate::{Cluster, NodeId, Rate, Tree};
+use std::collections::BTreeMap;
+
+/// The receive windows of one node's links: a part of the port's budget for each.
+///
+/// Every other host has an equal part, because it sends as much as any other, by few connections or by
+/// many. In a ring, each of the two neighbours has a third, and all hosts together share the rest,
+/// for what goes straight. Nodes that this one exchanges no sums with have a small window.
+#[derive(Debug)]
+pub struct Windows {
+    tree: Tree,
+    host: u16,
+    lanes: usize,
+    rate: Option<Rate>,
+    /// Who shares the port as equals: three parts in a ring, of which all hosts together have one.
+    parts: usize,
+    /// Nodes on this host.
+    here: usize,
+    /// Nodes on other hosts that anything is exchanged with.
+    partners: usize,
+    straight: Senders,
+    ring: Senders,
+}
+
+/// Who sends sums or results to a host.
+#[derive(Debug)]
+struct Senders {
+    /// By host: connections by which these come, to any node of the receiving host.
+    connections: BTreeMap<u16, usize>,
+    /// Those who send to the one node itself.
+    own: Vec<NodeId>,
+}
+
+impl Windows {
+    /// The windows of node `me`, whose links have `lanes` lanes each, at a port of `rate` if that is
+    /// known. `summed`: sums are made inside hosts and racks, where there are any.
+    pub fn new(
+        cluster: &Cluster,
+        me: NodeId,
+        lanes: usize,
+        rate: Option<Rate>,
+        summed: bool,
+    ) -> Self {
+        let tree = Tree::new(cluster);
+        let host = tree.host(me);
+        let (here, away): (Vec<NodeId>, Vec<NodeId>) =
+            cluster.node_ids().partition(|node| tree.host(*node) == host);
+        let partners = |node: NodeId| {
+            let mut partners = cluster.partners(node);
+            partners.retain(|partner| away.binary_search(partner).is_ok());
+            partners
+        };
+        let is_flat = tree.is_flat() || !summed;
+        let straight = Senders::new(&tree, &here, me, |node| match is_flat {
+            true => partners(node),
+            false => tree.senders(node, false),
+        });
+        let ring = Senders::new(&tree, &here, me, |node| match cluster.is_ring() {
+            true => tree.senders(node, true),
+            false => Vec::new(),
+        });
+        let parts = if ring.own.is_empty() { 1 } else { ring.connections.len() + 1 };
+        let (here, partners) = (here.len(), partners(me).len());
+        Self { tree, host, lanes, rate, parts, here, partners, straight, ring }
+    }
+
+    /// The receive window of the link from `node`, in bytes. `None` if nothing bounds it: the node is
+    /// on this host, or it is the only one that sends. One sender does not overflow a port that is as
+    /// fast as its own.
+    pub fn of(&self, node: NodeId) -> Option<usize> {
+        let host = self.tree.host(node);
+        if host == self.host {
+            return None;
+        }
+        let connections = |senders: &Senders| {
+            senders.connections.get(&host).copied().filter(|_| senders.own.contains(&node))
+        };
+        let (count, shares) = match (connections(&self.ring), connections(&self.straight)) {
+            (Some(of_host), _) => (self.parts, of_host),
+            (None, Some(of_host)) => (self.parts * self.straight.connections.len(), of_host),
+            (None, None) => (self.parts * self.partners, self.here),
+        };
+        let shares = shares * self.lanes;
+        (count * shares > 1).then(|| window(count, shares, self.rate))
+    }
+}
+
+impl Senders {
+    fn new(
+        tree: &Tree,
+        here: &[NodeId],
+        me: NodeId,
+        senders: impl Fn(NodeId) -> Vec<NodeId>,
+    ) -> Self {
+        let mut connections = BTreeMap::new();
+        for sender in here.iter().flat_map(|node| senders(*node)) {
+            *connections.entry(tree.host(sender)).or_default() += 1;
+        }
+        Self { connections, own: senders(me) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Servers;
+
+    const BUDGET: usize = 192 << 10;
+
+    fn cluster(hosts: &[u16]) -> Cluster {
+        let cluster = Cluster::new(hosts.len() as u16, Servers::Colocated, 1).unwrap();
+        cluster.with_hosts(hosts.to_vec(), Vec::new()).unwrap()
+    }
+
+    fn of(cluster: &Cluster, me: u16, lanes: usize, from: u16) -> Option<usize> {
+        Windows::new(cluster, NodeId(me), lanes, None, true).of(NodeId(from))
+    }
+
+    #[test]
+    fn the_only_sender_and_neighbours_on_the_host_are_not_bounded() {
+        let two = cluster(&[0, 1]);
+        assert_eq!(of(&two, 0, 1, 1), None);
+        assert_eq!(of(&two, 0, 2, 1), Some(BUDGET / 2), "its lanes are two connections");
+        assert_eq!(of(&cluster(&[0, 0, 1]), 0, 1, 1), None);
+    }
+
+    #[test]
+    fn all_hosts_have_equal_parts_without_a_ring() {
+        let four = cluster(&[0, 1, 2, 3]);
+        for from in 1..4 {
+            assert_eq!(of(&four, 0, 1, from), Some(BUDGET / 3));
+        }
+        // Two connections of one host share what its neighbour with one connection has.
+        let uneven = cluster(&[0, 1, 1, 2]);
+        let apart = Windows::new(&uneven, NodeId(0), 1, None, false);
+        let windows = [1, 2, 3].map(|from| apart.of(NodeId(from)));
+        assert_eq!(windows, [BUDGET / 4, BUDGET / 4, BUDGET / 2].map(Some));
+    }
+
+    #[test]
+    fn neighbours_in_a_ring_have_a_third_each_and_all_others_share_one() {
+        let ring = cluster(&[0, 1, 2, 3, 4, 5]).in_a_ring();
+        let windows: Vec<_> = (1..6).filter_map(|from| of(&ring, 0, 1, from)).collect();
+        let (near, far) = (BUDGET / 3, BUDGET / 15);
+        assert_eq!(windows, [near, far, far, far, near]);
+        // What is under way to a port stays within the budget, whoever sends.
+        assert!(windows.iter().sum::<usize>() <= BUDGET);
+    }
+
+    /// Ranks of one host share its port: all windows of all its links fit the budget.
+    #[test]
+    fn windows_of_all_links_of_a_host_fit_its_ports_budget() {
+        for hosts in [&[0, 0, 1, 1, 2, 2][..], &[0, 0, 0, 1, 2, 2, 2, 2], &[0, 1, 1, 2, 3, 3]] {
+            for cluster in [cluster(hosts), cluster(hosts).in_a_ring()] {
+                for host in 0..=*hosts.last().unwrap() {
+                    let nodes = |of: bool| {
+                        (0..hosts.len() as u16).filter(move |n| (hosts[usize::from(*n)] == host) == of)
+                    };
+                    let sends = |me: u16, from: u16| {
+                        let tree = Tree::new(&cluster);
+                        [false, cluster.is_ring()]
+                            .into_iter()
+                            .any(|ring| tree.senders(NodeId(me), ring).contains(&NodeId(from)))
+                    };
+                    let pairs = nodes(true).flat_map(|me| nodes(false).map(move |from| (me, from)));
+                    let senders = pairs.filter(|(me, from)| sends(*me, *from));
+                    let all: usize = senders.filter_map(|(me, from)| of(&cluster, me, 1, from)).sum();
+                    assert!(all <= BUDGET, "{hosts:?}: {all} bytes for the port of host {host}");
+                }
+            }
+        }
+    }
+}
