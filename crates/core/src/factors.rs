@@ -320,7 +320,7 @@ impl Gather {
         let Route { root: worker, turn: index, .. } = route;
         let slot = self.slot(worker, index).ok_or(Violation::UnknownChunk)?;
         // This worker's own factors never come back to it.
-        let expected = tree.parent(self.me, route).ok_or(Violation::NotAWorker(worker))?;
+        let expected = tree.source(self.me, route).ok_or(Violation::NotAWorker(worker))?;
         if header.sender != expected {
             return Err(Violation::WrongWay { expected, got: header.sender });
         }

@@ -227,12 +227,12 @@ impl Plan {
                 let passes =
                     |route: Route| !self.tree.is_flat() || route.ring || route.root == node;
                 let ways = layout.routes().filter(|(route, _)| passes(*route));
-                ways.map(|(route, len)| self.tree.children(node, route).len() * up.bytes(len)).sum()
+                ways.map(|(route, len)| self.tree.receivers(node, route).len() * up.bytes(len)).sum()
             }
             None => {
                 let sent = |(chunk, _)| {
                     let (route, len) = (self.route(chunk)?, self.len(chunk));
-                    let results = self.tree.children(node, route).len();
+                    let results = self.tree.receivers(node, route).len();
                     let sums = usize::from(self.tree.contributes(node, route));
                     Some(sums * up.bytes(len) + results * down.bytes(len))
                 };

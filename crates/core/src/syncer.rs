@@ -37,12 +37,17 @@ pub struct Part {
     pub key: ChunkKey,
     /// The way to the server node that holds the chunk.
     pub route: Route,
-    /// The node that the result comes from: the server, or the [collector](crate::tree) of this
-    /// worker's host or rack. This worker itself if it is the server.
+    /// The node that the contribution goes to: the server, or the [collector](crate::tree) of this
+    /// worker's host or rack, or of the host before it in the ring. This worker itself if it is the
+    /// server.
     pub up: NodeId,
+    /// The node that the result comes from: `up`, but in a ring the collector of the host after it.
+    pub from: NodeId,
     /// Whether this worker's contribution stays on its node, because the node is the chunk's server or
     /// collects for it. Otherwise the contribution goes to `up`.
     pub collects: bool,
+    /// Whether other nodes have the result from this one.
+    pub passes_on: bool,
     /// The elements of the layer that the chunk covers.
     pub range: Range<usize>,
 }
@@ -65,7 +70,10 @@ impl Syncer {
                 let range = chunks?.range(key.index)?;
                 let route = plan.route(key)?;
                 let up = tree.parent(me, route).unwrap_or(me);
-                Some(Part { key, route, up, collects: tree.collects(me, route), range })
+                let from = tree.source(me, route).unwrap_or(me);
+                let collects = tree.collects(me, route);
+                let passes_on = (collects || route.ring) && !tree.receivers(me, route).is_empty();
+                Some(Part { key, route, up, from, collects, passes_on, range })
             })
             .collect();
         let arrived = vec![u64::MAX; parts.len().div_ceil(64)].into();
@@ -124,8 +132,8 @@ impl Syncer {
         }
         let at = self.position(header.chunk.index).ok_or(Violation::UnknownChunk)?;
         let part = &self.parts[at];
-        if header.sender != part.up {
-            return Err(Violation::WrongWay { expected: part.up, got: header.sender });
+        if header.sender != part.from {
+            return Err(Violation::WrongWay { expected: part.from, got: header.sender });
         }
         let expected = self.encodings.down.bytes(part.range.len());
         if header.length as usize != expected {
@@ -213,7 +221,7 @@ mod tests {
 
     fn update(part: &Part, clock: u64) -> Header {
         let length = (part.range.len() * 4) as u32;
-        let bare = Header::bare(Kind::Update, part.up, length);
+        let bare = Header::bare(Kind::Update, part.from, length);
         Header { chunk: part.key, clock: Clock(clock), ..bare }
     }
 
@@ -241,7 +249,7 @@ mod tests {
         let clock = Violation::Clock { expected: Clock(1), got: Clock(2) };
         assert_eq!(syncer.handle_update(&update(&part, 2)), Err(clock));
         let stranger = Header { sender: NodeId(9), ..good };
-        let server = Violation::WrongWay { expected: part.up, got: NodeId(9) };
+        let server = Violation::WrongWay { expected: part.from, got: NodeId(9) };
         assert_eq!(syncer.handle_update(&stranger), Err(server));
         let long = Header { length: 400, ..good };
         let expected = part.range.len() * 4;

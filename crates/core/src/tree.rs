@@ -7,12 +7,13 @@
 //! none has more work than another. A rack is the same one level up: one of its hosts' collectors
 //! collects from the others.
 //!
-//! Where hosts are in a ring, a chunk of a large layer goes from each host to the next instead, and
-//! each adds what its workers contribute. That is the same one more time: a host collects from the
-//! host after it.
+//! So the way of a chunk is a tree. Its root is the server that holds the chunk. Results come back the
+//! same way. Factors go as results do, from the worker whose factors they are, which then is the root.
 //!
-//! So the way of a chunk is a tree. Its root is the server that holds the chunk. Factors go the other
-//! way, from the worker whose factors they are, which then is the root.
+//! Where hosts are in a ring, a chunk of a large layer goes from each host to the one before it
+//! instead, and each adds what its workers contribute: a host collects from the host after it. Results
+//! go on in the same direction, from the root's host to the one before it, and so on. So a port hears
+//! one host only, which cannot send more than the port takes.
 
 use crate::{Cluster, NodeId};
 
@@ -134,8 +135,7 @@ impl Tree {
             && (one_rack || self.racks.iter().all(|rack| rack.working.len() <= 1))
     }
 
-    /// The node that `node` sends its contribution or its sum to, and that it has the result from.
-    /// `None` at the root.
+    /// The node that `node` sends its contribution or its sum to. `None` at the root.
     pub fn parent(&self, node: NodeId, route: Route) -> Option<NodeId> {
         let (host, to) = (self.host(node), self.host(route.root));
         if node == route.root {
@@ -150,6 +150,33 @@ impl Tree {
             true => Some(route.root),
             false => self.collector(above, route),
         }
+    }
+
+    /// The node that `node` has the result from. `None` at the root.
+    pub fn source(&self, node: NodeId, route: Route) -> Option<NodeId> {
+        let (host, to) = (self.host(node), self.host(route.root));
+        if !route.ring || host == to || self.collector(host, route) != Some(node) {
+            return self.parent(node, route);
+        }
+        let after = self.host_after(host);
+        if after == to { Some(route.root) } else { self.collector(after, route) }
+    }
+
+    /// The nodes that have the result from `node`, in order.
+    pub fn receivers(&self, node: NodeId, route: Route) -> Vec<NodeId> {
+        if !route.ring {
+            return self.children(node, route);
+        }
+        let (host, to) = (self.host(node), self.host(route.root));
+        if node != route.root && (host == to || self.collector(host, route) != Some(node)) {
+            return Vec::new();
+        }
+        let mut nodes = self.hosts[usize::from(host)].workers.clone();
+        nodes.retain(|worker| *worker != node);
+        let before = self.host_before(host);
+        nodes.extend(self.collector(before, route).filter(|_| before != to));
+        nodes.sort_unstable();
+        nodes
     }
 
     /// Whether contributions of workers end at `node`, or stop over there: it is the root, or it
@@ -175,7 +202,7 @@ impl Tree {
         node != route.root && workers.binary_search(&node).is_ok()
     }
 
-    /// The nodes whose parent is `node`, in order.
+    /// The nodes whose parent is `node`, in order: those that it has contributions from.
     pub fn children(&self, node: NodeId, route: Route) -> Vec<NodeId> {
         let mut nodes = Vec::new();
         self.sum(node, route).visit(&mut |stream| nodes.push(stream.node));
@@ -234,7 +261,7 @@ impl Tree {
             (0..self.host_of.len() as u16).flat_map(|r| (0..turns).map(move |t| (r, t)))
         {
             let route = Route { root: NodeId(root), turn, ring };
-            senders.extend(self.parent(node, route).filter(|_| self.contributes(node, route)));
+            senders.extend(self.source(node, route).filter(|_| self.contributes(node, route)));
             senders.extend(self.children(node, route));
         }
         senders.retain(|sender| self.host(*sender) != self.host(node));
@@ -246,12 +273,17 @@ impl Tree {
     /// The host that `host` sends its sum to, on its way to the root's host.
     fn host_above(&self, host: u16, route: Route) -> u16 {
         if route.ring {
-            let hosts = self.hosts.len() as u16;
-            return (host + hosts - 1) % hosts;
+            return self.host_before(host);
         }
         let (rack, to) = (self.rack(host), self.host(route.root));
         let above = self.host_of_rack(rack, route).filter(|above| *above != host);
         above.filter(|_| rack != self.rack(to)).unwrap_or(to)
+    }
+
+    /// The host before `host` in the ring.
+    fn host_before(&self, host: u16) -> u16 {
+        let hosts = self.hosts.len() as u16;
+        (host + hosts - 1) % hosts
     }
 
     /// The host after `host` in the ring.

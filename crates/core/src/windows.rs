@@ -7,15 +7,16 @@ use std::collections::BTreeMap;
 /// The receive windows of one node's links: a part of the port's budget for each.
 ///
 /// Every other host has an equal part, because it sends as much as any other, by few connections or by
-/// many. In a ring, each of the two neighbours has a third, and all hosts together share the rest,
-/// for what goes straight. Nodes that this one exchanges no sums with have a small window.
+/// many. In a ring, large layers come from one host, whose port is as fast as this one: its links are
+/// not bounded. The other half of the budget is for what goes straight. Nodes that this one exchanges
+/// no sums with have a small window.
 #[derive(Debug)]
 pub struct Windows {
     tree: Tree,
     host: u16,
     lanes: usize,
     rate: Option<Rate>,
-    /// Who shares the port as equals: three parts in a ring, of which all hosts together have one.
+    /// In how many parts the budget is cut, of which one is for what goes straight.
     parts: usize,
     /// Nodes on this host.
     here: usize,
@@ -62,14 +63,14 @@ impl Windows {
             true => tree.senders(node, true),
             false => Vec::new(),
         });
-        let parts = if ring.own.is_empty() { 1 } else { ring.connections.len() + 1 };
+        let parts = 1 + usize::from(cluster.is_ring());
         let (here, partners) = (here.len(), partners(me).len());
         Self { tree, host, lanes, rate, parts, here, partners, straight, ring }
     }
 
     /// The receive window of the link from `node`, in bytes. `None` if nothing bounds it: the node is
-    /// on this host, or it is the only one that sends. One sender does not overflow a port that is as
-    /// fast as its own.
+    /// on this host, or its host is the only one that sends, or that sends large layers. One sender
+    /// does not overflow a port that is as fast as its own.
     pub fn of(&self, node: NodeId) -> Option<usize> {
         let host = self.tree.host(node);
         if host == self.host {
@@ -78,10 +79,12 @@ impl Windows {
         let connections = |senders: &Senders| {
             senders.connections.get(&host).copied().filter(|_| senders.own.contains(&node))
         };
-        let (count, shares) = match (connections(&self.ring), connections(&self.straight)) {
-            (Some(of_host), _) => (self.parts, of_host),
-            (None, Some(of_host)) => (self.parts * self.straight.connections.len(), of_host),
-            (None, None) => (self.parts * self.partners, self.here),
+        if connections(&self.ring).is_some() {
+            return None;
+        }
+        let (count, shares) = match connections(&self.straight) {
+            Some(of_host) => (self.parts * self.straight.connections.len(), of_host),
+            None => (self.parts * self.partners, self.here),
         };
         let shares = shares * self.lanes;
         (count * shares > 1).then(|| window(count, shares, self.rate))
@@ -141,13 +144,11 @@ mod tests {
     }
 
     #[test]
-    fn neighbours_in_a_ring_have_a_third_each_and_all_others_share_one() {
+    fn the_neighbour_in_a_ring_is_not_bounded_and_all_others_share_half() {
         let ring = cluster(&[0, 1, 2, 3, 4, 5]).in_a_ring();
-        let windows: Vec<_> = (1..6).filter_map(|from| of(&ring, 0, 1, from)).collect();
-        let (near, far) = (BUDGET / 3, BUDGET / 15);
-        assert_eq!(windows, [near, far, far, far, near]);
-        // What is under way to a port stays within the budget, whoever sends.
-        assert!(windows.iter().sum::<usize>() <= BUDGET);
+        let windows: Vec<_> = (1..6).map(|from| of(&ring, 0, 1, from)).collect();
+        let other = Some(BUDGET / 10);
+        assert_eq!(windows, [None, other, other, other, other]);
     }
 
     /// Ranks of one host share its port: all windows of all its links fit the budget.

@@ -101,11 +101,11 @@ impl JobFacts<'_> {
     }
 
     /// The nodes that have what goes along `route` from `node`.
-    fn children(&self, node: NodeId, route: Route) -> Peers {
+    fn receivers(&self, node: NodeId, route: Route) -> Peers {
         match &self.flat {
             // Only the root sends.
             Some(_) => self.workers_but(node),
-            None => self.peers(&self.plan.tree().children(node, route)),
+            None => self.peers(&self.plan.tree().receivers(node, route)),
         }
     }
 
@@ -125,7 +125,7 @@ impl JobFacts<'_> {
     ) -> u32 {
         let Some(route) = route.filter(|_| self.flat.is_none()) else { return 0 };
         let frame = Frame { lent: true, ..*frame };
-        self.multicast(node, (frame, None), self.children(node, route), sink)
+        self.multicast(node, (frame, None), self.receivers(node, route), sink)
     }
 
     /// Gives `sink` what `from` sends to `peers`: a multicast for the peers on other hosts, and one
@@ -224,7 +224,7 @@ impl Node {
                 let frame =
                     Frame { kind: Kind::Factors, chunk, clock: clocked, payload, lent: true };
                 let Some(route) = facts.route(&frame) else { continue };
-                let peers = facts.children(me, route);
+                let peers = facts.receivers(me, route);
                 tracked.unsent += facts.multicast(me, (frame, None), peers, sink);
             }
         }
@@ -301,7 +301,7 @@ impl Node {
                     }
                 });
                 let syncer = lawful(syncer.unwrap_or(Err(Violation::UnknownChunk)));
-                let part = syncer.part(chunk.index).filter(|part| part.collects);
+                let part = syncer.part(chunk.index).filter(|part| part.passes_on);
                 tracked.unsent += facts.pass_on(self.id, frame, part.map(|part| part.route), sink);
                 let last = syncer.handle_landed(chunk.index);
                 self.note_landed(facts, chunk, clock);
@@ -344,7 +344,7 @@ impl Node {
         };
         let mut waits = Vec::new();
         for syncer in self.layers.iter().flat_map(|layer| &layer.syncers) {
-            waits.extend(syncer.missing().map(|p| wait(p.key, p.up, syncer.clock())));
+            waits.extend(syncer.missing().map(|p| wait(p.key, p.from, syncer.clock())));
         }
         for gather in self.layers.iter().flat_map(|layer| &layer.gathers) {
             waits.extend(gather.missing().map(|(key, from)| wait(key, from, gather.clock())));
@@ -404,6 +404,10 @@ impl Node {
                 }
                 (Way::Down, _) if facts.flat.is_some() => {
                     (Kind::Update, facts.workers_but(self.id))
+                }
+                (Way::Down, _) if facts.plan.route(key).is_some_and(|route| route.ring) => {
+                    let route = facts.plan.route(key).expect("judged above");
+                    (Kind::Update, facts.receivers(self.id, route))
                 }
                 (Way::Down, _) => {
                     let mut peers = facts.peers(self.stores[lane].contributors(key));

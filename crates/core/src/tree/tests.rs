@@ -95,7 +95,7 @@ fn all_collectors_of_a_rack_are_senders() {
     assert_eq!(tree.senders(NodeId(4), false), nodes(&[0, 1, 2, 3]));
 }
 
-/// A ring costs no port a byte: as many streams come in as straight, but from two hosts only.
+/// A ring costs no port a byte: as many streams come in as straight, but from one host only.
 #[test]
 fn a_port_carries_as_much_in_a_ring() {
     for hosts in 3..20u16 {
@@ -103,12 +103,10 @@ fn a_port_carries_as_much_in_a_ring() {
         for node in (0..hosts).map(NodeId) {
             let streams = |root| {
                 let route = Route { ring: true, ..route(root, 0) };
-                tree.children(node, route).len() + usize::from(tree.parent(node, route).is_some())
+                tree.children(node, route).len() + usize::from(tree.source(node, route).is_some())
             };
             assert_eq!((0..hosts).map(streams).sum::<usize>(), 2 * usize::from(hosts - 1));
-            let mut both = [(node.0 + 1) % hosts, (node.0 + hosts - 1) % hosts];
-            both.sort_unstable();
-            assert_eq!(tree.senders(node, true), nodes(&both));
+            assert_eq!(tree.senders(node, true), nodes(&[(node.0 + 1) % hosts]));
         }
     }
 }
@@ -123,6 +121,12 @@ fn a_ring_adds_host_after_host() {
     assert_eq!(tree.parent(NodeId(1), route), Some(NodeId(0)));
     assert_eq!(tree.parent(NodeId(2), route), Some(NodeId(0)));
     assert!(!tree.collects(NodeId(2), route) && tree.collects(NodeId(0), route));
+    // Results go on to the second host, and from there to the first.
+    assert_eq!(tree.receivers(NodeId(3), route), nodes(&[2, 4]));
+    assert_eq!(tree.receivers(NodeId(2), route), nodes(&[0]));
+    assert_eq!(tree.receivers(NodeId(0), route), nodes(&[1]));
+    let sources = [0, 1, 2, 3, 4].map(|node| tree.source(NodeId(node), route));
+    assert_eq!(sources, [Some(2), Some(0), Some(3), None, Some(3)].map(|s| s.map(NodeId)));
     let one = |node| Sum::worker(NodeId(node));
     let stream = |node: u16, first: u16, workers| {
         Sum::Stream(Stream { node: NodeId(node), first: NodeId(first), workers })
@@ -178,6 +182,17 @@ proptest! {
             covered.insert(NodeId(root));
             let workers = (0..tree.workers() as u16).map(NodeId);
             prop_assert!(workers.clone().all(|worker| covered.contains(&worker)));
+            // So has every worker the result, once.
+            let mut told = BTreeSet::new();
+            let mut next = vec![NodeId(root)];
+            while let Some(node) = next.pop() {
+                prop_assert!(told.insert(node), "{node} is told twice");
+                for receiver in tree.receivers(node, route) {
+                    prop_assert_eq!(tree.source(receiver, route), Some(node));
+                    next.push(receiver);
+                }
+            }
+            prop_assert!(workers.clone().all(|worker| told.contains(&worker)));
             let streams = |host: u16| covered.iter().filter(|node| {
                 let up = tree.parent(**node, route);
                 tree.host(**node) == host && up.is_some_and(|up| tree.host(up) != host)

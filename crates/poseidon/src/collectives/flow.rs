@@ -97,13 +97,11 @@ pub(super) enum Mode {
     Reduce(Dtype, ReduceOp),
 }
 
-/// The bytes of a slice that passes through a tree, if `request` has such slices.
+/// The bytes of a slice that may go round a ring, if `request` has such slices. A broadcast has none:
+/// its slices go up and down the same way.
 fn slice_bytes(request: &Request, size: u16) -> usize {
     match request {
         Request::AllReduce { tensor, .. } => tensor.region.len() / usize::from(size),
-        Request::Broadcast { tensor, .. } if tensor.region.len() >= LARGE_BROADCAST => {
-            tensor.region.len() / usize::from(size)
-        }
         Request::Reduce { tensor, .. } => tensor.region.len(),
         Request::AllGather { input, .. } => input.region.len(),
         Request::ReduceScatter { output, .. } => output.region.len(),
@@ -249,12 +247,12 @@ impl Flow {
     fn up_and_down(&mut self, slice: u16, root: u16, region: Region, mode: Mode, ways: &Ways) {
         let way = ways.of(root);
         self.collect(slice, root, region, mode, ways);
-        let down = way.children.iter().map(|child| (*child, 1)).collect();
-        let step = match way.parent {
+        let down = way.receivers.iter().map(|to| (*to, 1)).collect();
+        let step = match way.parent.zip(way.source) {
             None => 0,
-            Some(parent) => {
+            Some((parent, source)) => {
                 let is_passed_on = !ways.is_flat();
-                self.await_from(parent, 1, slice, region, Mode::Assign, is_passed_on);
+                self.await_from(source, 1, slice, region, Mode::Assign, is_passed_on);
                 if way.children.is_empty() {
                     self.first.push(Run { to: parent, step: 0, slice, region });
                 }
@@ -303,12 +301,12 @@ impl Flow {
     /// The slice goes from its root to everybody. `region` is where it is, or is to be.
     fn down(&mut self, slice: u16, root: u16, region: Region, ways: &Ways) {
         let way = ways.of(root);
-        let Some(parent) = way.parent else {
-            let runs = way.children.iter().map(|to| Run { to: *to, step: 0, slice, region });
+        let Some(source) = way.source else {
+            let runs = way.receivers.iter().map(|to| Run { to: *to, step: 0, slice, region });
             return self.first.extend(runs);
         };
-        self.await_from(parent, 0, slice, region, Mode::Assign, parent != root);
-        let onward = way.children.iter().map(|child| (*child, 0)).collect();
+        self.await_from(source, 0, slice, region, Mode::Assign, source != root);
+        let onward = way.receivers.iter().map(|to| (*to, 0)).collect();
         self.slices[usize::from(slice)].onward[0] = onward;
     }
 

@@ -37,11 +37,15 @@ pub(super) struct Ways {
 /// The way of a slice at one rank.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Way {
-    /// Where contributions go, and results come from. `None` at the root.
+    /// Where contributions go. `None` at the root.
     pub(super) parent: Option<u16>,
-    /// Where contributions come from, and results go. The rank after this one is first, so that not
-    /// all ranks begin with rank 0.
+    /// Where contributions come from. The rank after this one is first, so that not all ranks begin
+    /// with rank 0.
     pub(super) children: Vec<u16>,
+    /// Where the result comes from: the parent, if it does not go round the ring. `None` at the root.
+    pub(super) source: Option<u16>,
+    /// Where the result goes: to the children, if it does not go round the ring.
+    pub(super) receivers: Vec<u16>,
 }
 
 /// Where something comes from, seen from one rank of a tree.
@@ -77,11 +81,17 @@ impl Ways {
         let size = tree.workers() as u16;
         let way = |root: u16| {
             let route = Route { root: NodeId(root), turn: 0, ring };
-            let parent = tree.parent(NodeId(me), route).map(|parent| parent.0);
-            let children = tree.children(NodeId(me), route);
-            let mut children: Vec<u16> = children.into_iter().map(|child| child.0).collect();
-            children.sort_unstable_by_key(|child| (*child < me, *child));
-            Way { parent, children }
+            let ranks = |nodes: Vec<NodeId>| {
+                let mut ranks: Vec<u16> = nodes.into_iter().map(|node| node.0).collect();
+                ranks.sort_unstable_by_key(|rank| (*rank < me, *rank));
+                ranks
+            };
+            Way {
+                parent: tree.parent(NodeId(me), route).map(|parent| parent.0),
+                children: ranks(tree.children(NodeId(me), route)),
+                source: tree.source(NodeId(me), route).map(|source| source.0),
+                receivers: ranks(tree.receivers(NodeId(me), route)),
+            }
         };
         let ways = (0..size).map(way).collect();
         let before = shares(&tree);
@@ -211,13 +221,18 @@ mod tests {
         Members::new(&cluster, rank, nodes, Vec::new()).unwrap()
     }
 
+    /// A way there and back.
+    fn way(parent: Option<u16>, children: &[u16]) -> Way {
+        let (children, receivers) = (children.to_vec(), children.to_vec());
+        Way { parent, children, source: parent, receivers }
+    }
+
     /// Two hosts of four nodes. A group has three nodes of the second host and one of the first.
     #[test]
     fn a_subgroup_has_a_tree_of_its_own_ranks() {
         let hosts = [0, 0, 0, 0, 1, 1, 1, 1];
         let nodes = [6, 4, 2, 7];
         let ways = |rank| members(&hosts, &[], &nodes, rank).ways;
-        let way = |parent, children: &[u16]| Way { parent, children: children.to_vec() };
         // Rank 2 is alone on its host. Its slice is collected by the first rank of the other host.
         assert_eq!(*ways(2).of(2), way(None, &[0]));
         assert_eq!(*ways(0).of(2), way(Some(2), &[1, 3]));
@@ -236,9 +251,12 @@ mod tests {
         let cluster = Cluster::new(5, Servers::Colocated, 1).unwrap().in_a_ring();
         let nodes = [0, 1, 3, 4].map(NodeId).to_vec();
         let ways = Members::new(&cluster, 1, nodes, Vec::new()).unwrap().ways;
-        let way = |parent, children: &[u16]| Way { parent, children: children.to_vec() };
-        assert_eq!(*ways.for_slices(LEAST_ROUND).of(0), way(Some(0), &[2]));
-        assert_eq!(*ways.for_slices(LEAST_ROUND).of(1), way(None, &[2]));
+        // The result goes on in the direction of the sum.
+        let (parent, source) = (Some(0), Some(2));
+        let round = Way { parent, children: vec![2], source, receivers: vec![] };
+        assert_eq!(*ways.for_slices(LEAST_ROUND).of(0), round);
+        let round = Way { parent: None, children: vec![2], source: None, receivers: vec![0] };
+        assert_eq!(*ways.for_slices(LEAST_ROUND).of(1), round);
         assert_eq!(*ways.for_slices(LEAST_ROUND - 1).of(1), way(None, &[2, 3, 0]));
         // Two hosts are no ring.
         let pair = [0, 3].map(NodeId).to_vec();
@@ -271,7 +289,7 @@ mod tests {
         // Ranks 0 and 1 are in one rack, rank 2 in another.
         let ways = members(&hosts, &racks, &[4, 3, 1], 1).ways;
         assert!(!ways.is_flat());
-        assert_eq!(*ways.of(2), Way { parent: Some(0), children: vec![] });
+        assert_eq!(*ways.of(2), way(Some(0), &[]));
     }
 
     /// Whatever comes from a rank reaches every rank, from one neighbour each.

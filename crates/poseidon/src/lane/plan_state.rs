@@ -248,11 +248,13 @@ impl PlanState {
                 let layer = header.chunk.layer.index();
                 let syncer = self.syncers.get_mut(layer).ok_or(Violation::UnknownChunk)?;
                 syncer.handle_update(header)?;
-                let passes_on = syncer.part(header.chunk.index).is_some_and(|part| part.collects);
+                let part = syncer.part(header.chunk.index);
+                let collects = part.is_some_and(|part| part.collects);
+                let passes_on = part.is_some_and(|part| part.passes_on);
                 let region = self.lent(header.chunk).ok_or(Violation::NotInFlight)?.result_region();
-                // What others have from this node is read again soon. Their contributions, and this
-                // worker's, may be in the memory that the result goes to.
-                if passes_on && !self.store.has_passed_on(header.chunk, header.clock) {
+                // What others have from this node is read again soon. Contributions that it collects,
+                // and this worker's, may be in the memory that the result goes to.
+                if collects && !self.store.has_passed_on(header.chunk, header.clock) {
                     return Err(Violation::TooEarly(header.clock));
                 }
                 let past_cache = self.results_are_large && !passes_on;
@@ -309,7 +311,7 @@ impl PlanState {
             Arriving::Result => {
                 self.board.note_marks(marks, clock);
                 let part = self.syncers[chunk.layer.index()].part(chunk.index);
-                if let Some(route) = part.filter(|part| part.collects).map(|part| part.route)
+                if let Some(route) = part.filter(|part| part.passes_on).map(|part| part.route)
                     && let Some(lent) = self.lent(chunk)
                 {
                     self.pass_on(header, route, Payload::Region(lent.result_region()));
@@ -389,9 +391,14 @@ impl PlanState {
             };
             let bare = Header::bare(kind, self.me.node, length as u32);
             let header = Header { chunk: key, clock, value, marks, ..bare };
-            let up = self.syncers[layer].part(key.index).map(|part| part.up);
+            let part = self.syncers[layer].part(key.index);
+            let (up, ring) = (part.map(|part| part.up), part.map(|part| part.route));
+            let round = ring.filter(|route| route.ring && way == Way::Down);
+            let round = round
+                .map(|route| fan_out(&mut self.fan_outs, &self.tree, self.me.node, route));
             let to = match way {
                 Way::Up { .. } => up.as_slice(),
+                Way::Down if let Some(round) = &round => round,
                 Way::Down => self.store.contributors(key),
                 Way::To(ref worker) => std::slice::from_ref(worker),
             };
@@ -475,13 +482,13 @@ impl PlanState {
 
     /// The chunks this node's worker awaits.
     pub(crate) fn awaited(&self) -> impl Iterator<Item = Awaited> {
-        let result = |part: &Part| Awaited { chunk: part.key, from: part.up, of: part.server() };
+        let result = |part: &Part| Awaited { chunk: part.key, from: part.from, of: part.server() };
         let results = self.syncers.iter().flat_map(move |s| s.missing().map(result));
         let rows = self.gathers.iter().flatten().flat_map(move |gathering| {
             let layout = &gathering.matrices.layout;
             gathering.gather.missing().map(move |(chunk, worker)| {
                 let from =
-                    layout.route(chunk.index).and_then(|r| self.tree.parent(self.me.node, r));
+                    layout.route(chunk.index).and_then(|r| self.tree.source(self.me.node, r));
                 Awaited { chunk, from: from.unwrap_or(worker), of: worker }
             })
         });
@@ -572,7 +579,7 @@ fn fan_out(
     me: NodeId,
     route: Route,
 ) -> Arc<[NodeId]> {
-    known.entry(route).or_insert_with(|| tree.children(me, route).into()).clone()
+    known.entry(route).or_insert_with(|| tree.receivers(me, route).into()).clone()
 }
 
 fn to_send(rows: &Rows) -> Payload {
