@@ -229,8 +229,8 @@ impl Store {
         store
     }
 
-    /// The nodes that contribute to `chunk`, in order: its result goes to them. None if the chunk is
-    /// not here.
+    /// The nodes that contribute to `chunk`, in order. Its result goes to them, unless it goes round a
+    /// ring. None if the chunk is not here.
     pub fn contributors(&self, chunk: ChunkKey) -> &[NodeId] {
         self.slot(chunk).map_or(&[], |id| self.slots[id as usize].streams.nodes())
     }

@@ -405,12 +405,11 @@ impl Node {
                 (Way::Down, _) if facts.flat.is_some() => {
                     (Kind::Update, facts.workers_but(self.id))
                 }
-                (Way::Down, _) if facts.plan.route(key).is_some_and(|route| route.ring) => {
-                    let route = facts.plan.route(key).expect("judged above");
-                    (Kind::Update, facts.receivers(self.id, route))
-                }
                 (Way::Down, _) => {
-                    let mut peers = facts.peers(self.stores[lane].contributors(key));
+                    let round = facts.plan.route(key).filter(|route| route.ring);
+                    let peers = round.map(|route| facts.receivers(self.id, route));
+                    let mut peers = peers
+                        .unwrap_or_else(|| facts.peers(self.stores[lane].contributors(key)));
                     peers.remove(self.id.index());
                     (Kind::Update, peers)
                 }

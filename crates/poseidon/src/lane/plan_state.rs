@@ -392,15 +392,15 @@ impl PlanState {
             let bare = Header::bare(kind, self.me.node, length as u32);
             let header = Header { chunk: key, clock, value, marks, ..bare };
             let part = self.syncers[layer].part(key.index);
-            let (up, ring) = (part.map(|part| part.up), part.map(|part| part.route));
-            let round = ring.filter(|route| route.ring && way == Way::Down);
+            let up = part.map(|part| part.up);
+            let round = part.map(|part| part.route).filter(|route| route.ring);
             let round = round
                 .map(|route| fan_out(&mut self.fan_outs, &self.tree, self.me.node, route));
-            let to = match way {
-                Way::Up { .. } => up.as_slice(),
-                Way::Down if let Some(round) = &round => round,
-                Way::Down => self.store.contributors(key),
-                Way::To(ref worker) => std::slice::from_ref(worker),
+            let to = match (&way, &round) {
+                (Way::Up { .. }, _) => up.as_slice(),
+                (Way::Down, Some(round)) => round,
+                (Way::Down, None) => self.store.contributors(key),
+                (Way::To(worker), _) => std::slice::from_ref(worker),
             };
             for &node in to.iter().filter(|node| **node != self.me.node) {
                 let message = match (&result, &lent) {
