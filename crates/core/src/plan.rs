@@ -227,7 +227,8 @@ impl Plan {
                 let passes =
                     |route: Route| !self.tree.is_flat() || route.ring || route.root == node;
                 let ways = layout.routes().filter(|(route, _)| passes(*route));
-                ways.map(|(route, len)| self.tree.receivers(node, route).len() * up.bytes(len)).sum()
+                ways.map(|(route, len)| self.tree.receivers(node, route).len() * up.bytes(len))
+                    .sum()
             }
             None => {
                 let sent = |(chunk, _)| {

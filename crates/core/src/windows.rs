@@ -1,15 +1,16 @@
 //! How what may be under way to a host's port is shared out among the links that end there.
 
-use crate::port::window;
+use crate::port::{lone_window, window};
 use crate::{Cluster, NodeId, Rate, Tree};
 use std::collections::BTreeMap;
+use std::time::Duration;
 
 /// The receive windows of one node's links: a part of the port's budget for each.
 ///
 /// Every other host has an equal part, because it sends as much as any other, by few connections or by
-/// many. In a ring, large layers come from one host, whose port is as fast as this one: its links are
-/// not bounded. The other half of the budget is for what goes straight. Nodes that this one exchanges
-/// no sums with have a small window.
+/// many. In a ring, large layers come from one host, whose port is as fast as this one: its links have
+/// as much as the way holds ([`lone_window`]). Half of the budget is for what goes straight. Nodes that
+/// this one exchanges no sums with have a small window.
 #[derive(Debug)]
 pub struct Windows {
     tree: Tree,
@@ -68,10 +69,10 @@ impl Windows {
         Self { tree, host, lanes, rate, parts, here, partners, straight, ring }
     }
 
-    /// The receive window of the link from `node`, in bytes. `None` if nothing bounds it: the node is
-    /// on this host, or its host is the only one that sends, or that sends large layers. One sender
+    /// The receive window of the link from `node`, over a way that takes `round_trip`, in bytes. `None`
+    /// if nothing bounds it: the node is on this host, or its host is the only other one. One sender
     /// does not overflow a port that is as fast as its own.
-    pub fn of(&self, node: NodeId) -> Option<usize> {
+    pub fn of(&self, node: NodeId, round_trip: Option<Duration>) -> Option<usize> {
         let host = self.tree.host(node);
         if host == self.host {
             return None;
@@ -80,7 +81,7 @@ impl Windows {
             senders.connections.get(&host).copied().filter(|_| senders.own.contains(&node))
         };
         if connections(&self.ring).is_some() {
-            return None;
+            return Some(lone_window(self.lanes, self.rate, round_trip));
         }
         let (count, shares) = match connections(&self.straight) {
             Some(of_host) => (self.parts * self.straight.connections.len(), of_host),
@@ -119,7 +120,7 @@ mod tests {
     }
 
     fn of(cluster: &Cluster, me: u16, lanes: usize, from: u16) -> Option<usize> {
-        Windows::new(cluster, NodeId(me), lanes, None, true).of(NodeId(from))
+        Windows::new(cluster, NodeId(me), lanes, None, true).of(NodeId(from), None)
     }
 
     #[test]
@@ -139,38 +140,43 @@ mod tests {
         // Two connections of one host share what its neighbour with one connection has.
         let uneven = cluster(&[0, 1, 1, 2]);
         let apart = Windows::new(&uneven, NodeId(0), 1, None, false);
-        let windows = [1, 2, 3].map(|from| apart.of(NodeId(from)));
+        let windows = [1, 2, 3].map(|from| apart.of(NodeId(from), None));
         assert_eq!(windows, [BUDGET / 4, BUDGET / 4, BUDGET / 2].map(Some));
     }
 
     #[test]
-    fn the_neighbour_in_a_ring_is_not_bounded_and_all_others_share_half() {
+    fn the_neighbour_in_a_ring_has_what_its_way_holds_and_all_others_share_half() {
         let ring = cluster(&[0, 1, 2, 3, 4, 5]).in_a_ring();
-        let windows: Vec<_> = (1..6).map(|from| of(&ring, 0, 1, from)).collect();
-        let other = Some(BUDGET / 10);
-        assert_eq!(windows, [None, other, other, other, other]);
+        let windows: Vec<_> = (1..6).filter_map(|from| of(&ring, 0, 1, from)).collect();
+        let other = BUDGET / 10;
+        assert_eq!(windows, [64 << 10, other, other, other, other]);
+        // 10 Gbit/s for two round trips of 0.2 ms are 500 KB, for two lanes.
+        let rate = "10gbit".parse().ok();
+        let fast = Windows::new(&ring, NodeId(0), 2, rate, true);
+        let far = Some(Duration::from_micros(200));
+        assert_eq!(fast.of(NodeId(1), far), Some(250_000));
+        assert_eq!(fast.of(NodeId(1), Some(Duration::from_micros(40))), Some(64 << 10));
+        assert_eq!(fast.of(NodeId(1), Some(Duration::from_millis(1))), Some(375_000));
     }
 
-    /// Ranks of one host share its port: all windows of all its links fit the budget.
+    /// Ranks of one host share its port: the windows of all that goes straight to any of them fit the
+    /// budget.
     #[test]
-    fn windows_of_all_links_of_a_host_fit_its_ports_budget() {
+    fn what_goes_straight_to_a_host_fits_its_ports_budget() {
         for hosts in [&[0, 0, 1, 1, 2, 2][..], &[0, 0, 0, 1, 2, 2, 2, 2], &[0, 1, 1, 2, 3, 3]] {
             for cluster in [cluster(hosts), cluster(hosts).in_a_ring()] {
-                for host in 0..=*hosts.last().unwrap() {
-                    let nodes = |of: bool| {
-                        (0..hosts.len() as u16).filter(move |n| (hosts[usize::from(*n)] == host) == of)
-                    };
-                    let sends = |me: u16, from: u16| {
-                        let tree = Tree::new(&cluster);
-                        [false, cluster.is_ring()]
-                            .into_iter()
-                            .any(|ring| tree.senders(NodeId(me), ring).contains(&NodeId(from)))
-                    };
-                    let pairs = nodes(true).flat_map(|me| nodes(false).map(move |from| (me, from)));
-                    let senders = pairs.filter(|(me, from)| sends(*me, *from));
-                    let all: usize = senders.filter_map(|(me, from)| of(&cluster, me, 1, from)).sum();
-                    assert!(all <= BUDGET, "{hosts:?}: {all} bytes for the port of host {host}");
+                let tree = Tree::new(&cluster);
+                let mut sums = [0; 4];
+                for me in cluster.node_ids() {
+                    let round = tree.senders(me, true);
+                    let goes_round = |from: &NodeId| cluster.is_ring() && round.contains(from);
+                    let senders = tree.senders(me, false).into_iter();
+                    for from in senders.filter(|from| !goes_round(from)) {
+                        let window = of(&cluster, me.0, 1, from.0).unwrap();
+                        sums[usize::from(tree.host(me))] += window;
+                    }
                 }
+                assert!(sums.iter().all(|sum| *sum <= BUDGET), "{hosts:?}: {sums:?}");
             }
         }
     }

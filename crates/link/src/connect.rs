@@ -5,6 +5,7 @@ use crate::handshake::{self, HandshakeError, Private};
 use crate::names;
 use crate::secret::random_number;
 use crate::stream::{Stream, is_self_connected, socket_for, unix_address};
+use crate::window;
 use poseidon_core::wire::{Hello, Purpose, Status};
 use poseidon_core::{Epoch, JobId, LaneId, NodeId};
 use socket2::{SockAddr, Socket};
@@ -239,6 +240,9 @@ fn open(from: Option<&Choice>, target: &SockAddr, deadline: Instant) -> io::Resu
     socket.connect_timeout(target, left.clamp(Duration::from_millis(1), LONGEST_ATTEMPT))?;
     if target.as_socket().is_some_and(|to| is_self_connected(&socket, to)) {
         return Err(ErrorKind::ConnectionRefused.into());
+    }
+    if target.as_socket().is_some_and(|to| !to.ip().is_loopback()) {
+        window::keep_small(&socket)?;
     }
     Ok(socket)
 }

@@ -9,6 +9,7 @@ use crate::Credentials;
 use crate::descriptors::{self, Need};
 use crate::handshake::{HandshakeError, Heard, Proven, Reception};
 use crate::stream::{NO_SIGNAL, Stream, peer_name};
+use crate::window;
 use mio::unix::SourceFd;
 use mio::{Events, Interest, Poll, Registry, Token};
 use poseidon_core::wire::{Hello, Status};
@@ -207,6 +208,11 @@ where
                 match listening.accept() {
                     Ok((socket, address)) => {
                         idle = false;
+                        if address.as_socket().is_some_and(|from| !from.ip().is_loopback())
+                            && let Err(error) = window::keep_small(&socket)
+                        {
+                            tracing::debug!(%error, "a caller's window may grow");
+                        }
                         if self.strangers.len() >= MOST_STRANGERS {
                             self.evict();
                         }

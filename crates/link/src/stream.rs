@@ -236,21 +236,22 @@ impl Write for Stream {
 /// A new socket for `address`, with the options that every connection has. Buffers are set before
 /// the socket connects or listens: what TCP has once offered to the other end cannot be taken back.
 pub(crate) fn socket_for(address: &SockAddr) -> io::Result<Socket> {
-    let mut window = SOCKET_BUFFER;
     let socket = match address.as_socket() {
         Some(ip) => {
             let socket = Socket::new(Domain::for_address(ip), Type::STREAM, Some(Protocol::TCP))?;
             socket.set_tcp_nodelay(true)?;
             if !ip.ip().is_loopback() {
                 share_the_wire(&socket);
-                window = window::FIRST;
+                socket.set_send_buffer_size(SOCKET_BUFFER)?;
+                window::begin(&socket)?;
+                return Ok(socket);
             }
             socket
         }
         None => Socket::new(Domain::UNIX, Type::STREAM, None)?,
     };
     socket.set_send_buffer_size(SOCKET_BUFFER)?;
-    socket.set_recv_buffer_size(window)?;
+    socket.set_recv_buffer_size(SOCKET_BUFFER)?;
     Ok(socket)
 }
 

@@ -408,8 +408,8 @@ impl Node {
                 (Way::Down, _) => {
                     let round = facts.plan.route(key).filter(|route| route.ring);
                     let peers = round.map(|route| facts.receivers(self.id, route));
-                    let mut peers = peers
-                        .unwrap_or_else(|| facts.peers(self.stores[lane].contributors(key)));
+                    let mut peers =
+                        peers.unwrap_or_else(|| facts.peers(self.stores[lane].contributors(key)));
                     peers.remove(self.id.index());
                     (Kind::Update, peers)
                 }

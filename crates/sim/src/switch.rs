@@ -71,9 +71,10 @@ impl Switch {
     pub(crate) fn room(&self, from: NodeId, to: u16, unlanded: u32) -> u32 {
         let Some(queues) = &self.queues else { return room(unlanded) };
         let connection = queues.connections[self.id(from, to) as usize].as_ref();
-        let window = queues.windows.as_ref().map_or(WINDOW, |windows| {
-            windows[usize::from(to) * self.nodes + from.index()]
-        });
+        let window = queues
+            .windows
+            .as_ref()
+            .map_or(WINDOW, |windows| windows[usize::from(to) * self.nodes + from.index()]);
         let segment = SHORT_SEGMENT.min(window);
         let has_room = unlanded + segment <= window
             && connection.is_none_or(|connection| connection.has_room(segment));
@@ -226,7 +227,7 @@ fn windows(setup: &Setup) -> Vec<u32> {
     let nodes = || cluster.node_ids();
     let of_receiver = |receiver| {
         let windows = Windows::new(cluster, receiver, 1, None, consistency.is_bsp());
-        nodes().map(move |sender| windows.of(sender).map_or(WINDOW, |window| window as u32))
+        nodes().map(move |sender| windows.of(sender, None).map_or(WINDOW, |window| window as u32))
     };
     nodes().flat_map(of_receiver).collect()
 }

@@ -273,7 +273,9 @@ mod tests {
         let slices: Vec<Range<usize>> = (0..8).map(|rank| ways.slice(rank, count)).collect();
         let lengths: Vec<usize> = slices.iter().map(ExactSizeIterator::len).collect();
         let (third, fourth) = (133_333, 100_000);
-        for (length, expected) in lengths.iter().zip([[third; 3].as_slice(), &[400_000], &[fourth; 4]].concat()) {
+        for (length, expected) in
+            lengths.iter().zip([[third; 3].as_slice(), &[400_000], &[fourth; 4]].concat())
+        {
             assert!(length.abs_diff(expected) <= 1, "{lengths:?}");
         }
         assert_eq!((slices[0].start, slices[7].end), (0, count));

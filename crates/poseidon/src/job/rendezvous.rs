@@ -343,8 +343,10 @@ impl Opening<'_> {
         let tree = Tree::new(cluster);
         for (node, link) in links.iter_mut().flatten() {
             // On a long way, queues are not what takes time, and a small window would.
-            let is_long = link.round_trip().is_some_and(|time| time > LONG_WAY);
-            let bytes = windows.of(*node).filter(|_| !is_long).unwrap_or(SOCKET_BUFFER);
+            let round_trip = link.round_trip();
+            let is_long = round_trip.is_some_and(|time| time > LONG_WAY);
+            let window = windows.of(*node, round_trip).filter(|_| !is_long);
+            let bytes = window.unwrap_or(SOCKET_BUFFER);
             let is_away = tree.host(*node) != tree.host(me);
             if is_away && !is_long && !link.expect_answers_soon() {
                 tracing::debug!(%node, "what is lost is sent again after the system's 200 ms");

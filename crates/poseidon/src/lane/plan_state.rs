@@ -394,8 +394,8 @@ impl PlanState {
             let part = self.syncers[layer].part(key.index);
             let up = part.map(|part| part.up);
             let round = part.map(|part| part.route).filter(|route| route.ring);
-            let round = round
-                .map(|route| fan_out(&mut self.fan_outs, &self.tree, self.me.node, route));
+            let round =
+                round.map(|route| fan_out(&mut self.fan_outs, &self.tree, self.me.node, route));
             let to = match (&way, &round) {
                 (Way::Up { .. }, _) => up.as_slice(),
                 (Way::Down, Some(round)) => round,
