@@ -129,9 +129,10 @@ fn racks_with_narrow_links_add_up_inside() {
     );
     let fewer =
         number(&racks["link_flat"]["bytes_sent"]) / number(&racks["link_inside"]["bytes_sent"]);
-    assert!((1.9..2.1).contains(&fewer), "{fewer}");
+    // A ring of four hosts carries 2 · 3 / 4 of the model on every link, two racks 2 · 1 / 2.
+    assert!((1.4..1.6).contains(&fewer), "{fewer}");
     let reason = racks["reason"].as_str().unwrap();
-    assert!(reason.contains("2.0 times fewer bytes"), "{reason}");
+    assert!(reason.contains("1.5 times fewer bytes"), "{reason}");
     assert_eq!((&answer["hosts"], &answer["ranks_per_host"]), (&4.into(), &2.into()));
     for link in ["port", "memory", "rack_link"] {
         assert!(number(&answer[link]["seconds"]) > 0.0, "{link}: {answer}");

@@ -54,7 +54,8 @@ pub(crate) struct Args {
     #[arg(long, value_name = "SIZE", value_parser = queue)]
     queue: Option<u64>,
 
-    /// Let nodes send long bursts to peers by chance, as without a budget of ports.
+    /// Let every node send long bursts to every other by chance, as without a budget of ports and
+    /// without a ring.
     #[arg(long, requires = "queue")]
     bursts: bool,
 
@@ -135,7 +136,13 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
     };
     let model = Model { name: "exchange".into(), layers: vec![layer] };
     let places = Places { ranks_per_host: args.ranks_per_host, hosts_per_rack: None };
-    let cluster = places.place(Cluster::new(args.nodes, Servers::Colocated, 1)?);
+    let cluster = Cluster::new(args.nodes, Servers::Colocated, 1)?;
+    let placed = places.place(cluster.clone());
+    // Where nodes send bursts by chance, everybody sends to everybody.
+    let cluster = match args.bursts {
+        true => cluster.with_hosts(placed.hosts().to_vec(), Vec::new())?,
+        false => placed,
+    };
     let mut network = Network::virtual_cluster(args.rate.bytes());
     network.latency += args.delay;
     network.queue = args.queue;

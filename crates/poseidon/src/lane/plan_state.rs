@@ -6,6 +6,7 @@
 
 mod attendance;
 mod carried;
+mod message;
 mod noted;
 
 use crate::engine::channel::{Landing, Sent};
@@ -16,6 +17,7 @@ use crate::memory::factors::{FactorMatrices, Rows};
 use attendance::Attendance;
 pub(crate) use attendance::Breach;
 pub(crate) use carried::Piece;
+use message::{about, contribution, to_send};
 use noted::Noted;
 use poseidon_core::queue::urgency;
 use poseidon_core::store::{Completed, Contribution, Outcome, Stall, Way};
@@ -580,27 +582,6 @@ fn fan_out(
     route: Route,
 ) -> Arc<[NodeId]> {
     known.entry(route).or_insert_with(|| tree.receivers(me, route).into()).clone()
-}
-
-fn to_send(rows: &Rows) -> Payload {
-    match rows.to_send() {
-        _ if rows.is_empty() => Payload::None,
-        Ok(region) => Payload::Region(region),
-        Err(apart) => Payload::Shared(apart),
-    }
-}
-
-/// A message about `layer`. The layer stays in flight until a link has taken the message.
-fn about(header: Header, payload: Payload, layer: LayerId) -> Message {
-    Message::new(header, payload, urgency(header.kind, layer), u64::from(layer.0))
-}
-
-fn contribution(me: NodeId, chunk: ChunkKey, range: &Range<usize>, exchange: &Exchange) -> Header {
-    // Worker 0's initial values are everybody's.
-    let carries = exchange.kind == Kind::Push || me == NodeId(0);
-    let length = if carries { exchange.gradient.encoding().bytes(range.len()) as u32 } else { 0 };
-    let (Terms { rate: value, marks }, clock) = (exchange.terms, exchange.clock);
-    Header { chunk, value, marks, clock, ..Header::bare(exchange.kind, me, length) }
 }
 
 #[cfg(test)]
