@@ -97,7 +97,7 @@ pub fn window(senders: usize, shares: usize, rate: Option<Rate>) -> usize {
 pub fn lone_window(lanes: usize, rate: Option<Rate>, round_trip: Option<Duration>) -> usize {
     let bytes = rate.map_or(0.0, |rate| rate.0 as f64 / 8.0);
     let time = round_trip.map_or(0.0, |time| (2.0 * time.as_secs_f64()).min(BUSY));
-    ((bytes * time) as usize / lanes.max(1)).clamp(LONE_WINDOW, MOST_WINDOW)
+    ((bytes * time).round() as usize / lanes.max(1)).clamp(LONE_WINDOW, MOST_WINDOW)
 }
 
 const LONE_WINDOW: usize = 64 << 10;
