@@ -150,7 +150,7 @@ impl Cluster {
     /// The sum of a large layer's chunk then goes from each host to the one before it, round the ring
     /// to the host that holds the chunk, and its result goes on in the same direction. A port carries
     /// as many bytes as without a ring. But it hears one neighbour instead of everybody, which cannot
-    /// send more than the port takes: no switch has to drop anything (ADR 0034).
+    /// send more than the port takes, so large layers do not fill a switch's queue (ADR 0034).
     ///
     /// There is no ring of fewer than three hosts, where somebody has named racks, where servers are
     /// dedicated, and where ports differ: there the slowest port would be everybody's.

@@ -15,8 +15,9 @@
 //!   much leaves each host, with the hosts for P. A small all-reduce among ranks that share hosts is
 //!   one slice.
 //! * *Down*: the root's slice goes down its tree, step 0. All slices of all_gather, and small
-//!   broadcasts. In a large broadcast every rank is the root of a slice as in an all-reduce, and a slice goes from
-//!   the rank that has the tensor up to the slice's root, step 0, and down to all others, step 1.
+//!   broadcasts. In a large broadcast every rank is the root of a slice as in an all-reduce, and a
+//!   slice goes from the rank that has the tensor up to the slice's root, step 0, and down to all
+//!   others, step 1.
 
 use super::Tensor;
 use super::members::{Source, Ways};
@@ -103,8 +104,12 @@ fn slice_bytes(request: &Request, size: u16) -> usize {
     match request {
         Request::AllReduce { tensor, .. } => tensor.region.len() / usize::from(size),
         Request::Reduce { tensor, .. } => tensor.region.len(),
-        Request::AllGather { input, .. } => input.region.len(),
-        Request::ReduceScatter { output, .. } => output.region.len(),
+        // Tensors of ranks may have different lengths. All ranks know all of them, and all have to take
+        // the same way.
+        Request::AllGather { outputs: tensors, .. }
+        | Request::ReduceScatter { inputs: tensors, .. } => {
+            tensors.iter().map(|tensor| tensor.region.len()).sum::<usize>() / usize::from(size)
+        }
         _ => 0,
     }
 }
