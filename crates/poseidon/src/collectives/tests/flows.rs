@@ -348,6 +348,21 @@ fn slices_of_several_pieces() {
     }
 }
 
+/// Tensors on both sides of the length from which slices go round the ring: all ranks take one way.
+#[test]
+fn ranks_with_tensors_of_different_lengths_take_the_same_way() {
+    let counts = [12_000, 1_000, 12_000];
+    let tensors = |seed| counts.map(|count| values(seed, 0, count, Dtype::F32));
+    let mut inputs = counts.map(|count| values(1, 0, count, Dtype::F32));
+    let mut outputs = [0, 1, 2].map(tensors);
+    let requests = inputs.iter_mut().zip(&mut outputs).map(|(input, outputs)| {
+        let outputs = outputs.iter_mut().map(Memory::tensor).collect();
+        Request::AllGather { input: input.tensor(), outputs }
+    });
+    let requests = requests.collect();
+    carry(&[1; 3], &[], requests, &mut Dice(7));
+}
+
 /// What an all-reduce crosses ports with is what one rank a host crosses them with.
 #[test]
 fn a_large_all_reduce_crosses_a_port_as_if_each_host_had_one_rank() {
