@@ -153,15 +153,23 @@ impl Cluster {
     /// send more than the port takes, so large layers do not fill a switch's queue (ADR 0034).
     ///
     /// There is no ring of fewer than three hosts, where somebody has named racks, where servers are
-    /// dedicated, and where ports differ: there the slowest port would be everybody's.
+    /// dedicated, and where a port carries less than two thirds of another: there the slowest port
+    /// would be everybody's. Smaller differences may be the measurement's.
     pub fn in_a_ring(self) -> Self {
         let hosts = self.hosts.iter().max().map_or(self.nodes(), |last| usize::from(*last) + 1);
-        let mut rates = self.ports.iter().map(|port| port.rate);
-        let first = rates.next();
-        let differ = rates.any(|rate| Some(rate) != first);
+        let rates = || self.ports.iter().map(|port| u128::from(port.rate.bits()));
+        let differ = rates().min().zip(rates().max()).is_some_and(|(min, max)| min * 3 < max * 2);
         let named = !self.racks.is_empty();
         let ring = hosts >= 3 && !named && !differ && self.servers == Servers::Colocated;
         Self { ring, ..self }
+    }
+
+    /// The same cluster with every port as slow as the slowest one.
+    pub fn with_level_ports(mut self) -> Self {
+        if let Some(slowest) = self.ports.iter().map(|port| port.rate).min() {
+            self.ports.iter_mut().for_each(|port| port.rate = slowest);
+        }
+        self
     }
 
     /// Whether hosts are in a ring.
@@ -384,7 +392,14 @@ mod tests {
             let mbit = if number == 3 { 100 } else { 1000 };
             Port { number, rate: Rate::new(mbit * 1_000_000).unwrap() }
         };
-        assert!(!ring(of(4).with_ports((0..4).map(port).collect()).unwrap()));
+        let differing = || of(4).with_ports((0..4).map(port).collect()).unwrap();
+        assert!(!ring(differing()));
+        assert!(ring(differing().with_level_ports()));
+        let noisy = (0..4).map(|number| Port {
+            number,
+            rate: Rate::new(1_000_000_000 - u64::from(number) * 100_000_000).unwrap(),
+        });
+        assert!(ring(of(4).with_ports(noisy.collect()).unwrap()));
         let equal = (0..4).map(|number| Port { number, ..port(0) }).collect();
         assert!(ring(of(4).with_ports(equal).unwrap()));
     }

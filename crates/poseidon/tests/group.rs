@@ -28,16 +28,26 @@ fn run_on<T: Send + 'static>(
     carrier: Carriers,
     work: impl Fn(&Group) -> T + Clone + Send + 'static,
 ) -> Vec<T> {
-    run_protected(hosts, carrier, false, work)
+    run_with(hosts, Links { carrier, ..Links::default() }, work)
 }
 
-/// The same, on connections that are encrypted between hosts, if `encrypt`.
-fn run_protected<T: Send + 'static>(
-    hosts: &[u16],
+/// What ranks are connected by.
+#[derive(Clone, Copy, Default)]
+struct Links {
     carrier: Carriers,
+    /// Between hosts.
     encrypt: bool,
+    /// As many as the ports need, if nobody says how many.
+    lanes: Option<u16>,
+}
+
+/// The same, with such links.
+fn run_with<T: Send + 'static>(
+    hosts: &[u16],
+    links: Links,
     work: impl Fn(&Group) -> T + Clone + Send + 'static,
 ) -> Vec<T> {
+    let Links { carrier, encrypt, lanes } = links;
     let size = hosts.iter().sum();
     let host_of = hosts.iter().zip(0..).flat_map(|(ranks, host)| vec![host; usize::from(*ranks)]);
     let host_of: Vec<u16> = host_of.collect();
@@ -52,6 +62,9 @@ fn run_protected<T: Send + 'static>(
             let mut config = Config::for_group(rank, size, &at, "group", secret.clone()).unwrap();
             config.carrier = carrier;
             config.encrypt = encrypt;
+            if let Some(lanes) = lanes {
+                (config.lanes, config.lanes_by_rate) = (lanes, false);
+            }
             config.host = Some(format!("host {}", host_of[usize::from(rank)]));
             let work = work.clone();
             thread::spawn(move || {
@@ -113,16 +126,7 @@ fn values(rank: usize, len: usize) -> Vec<f32> {
 /// Empty, less than a rank each, odd, above the limit for small ones, several pieces a slice.
 const SIZES: [usize; 6] = [0, 1, 7, 1001, 20_011, 700_001];
 
-fn every_collective(hosts: &[u16], carrier: Carriers, sizes: &'static [usize]) {
-    every_collective_protected(hosts, carrier, false, sizes);
-}
-
-fn every_collective_protected(
-    hosts: &[u16],
-    carrier: Carriers,
-    encrypt: bool,
-    sizes: &'static [usize],
-) {
+fn every_collective(hosts: &[u16], links: Links, sizes: &'static [usize]) {
     let size: u16 = hosts.iter().sum();
     // Every rank is a root where there are few.
     let roots = (0..size).step_by(if size > 5 { usize::from(size / 2) } else { 1 });
@@ -196,20 +200,23 @@ fn every_collective_protected(
             act(group, Request::Barrier).unwrap();
         }
     };
-    run_protected(hosts, carrier, encrypt, work);
+    run_with(hosts, links, work);
 }
+
+const MEMORY: Links = Links { carrier: Carriers::Auto, encrypt: false, lanes: None };
+const TCP: Links = Links { carrier: Carriers::Tcp, ..MEMORY };
 
 #[test]
 fn every_collective_in_shared_memory() {
     for size in [1, 2, 3, 5] {
-        every_collective(&[size], Carriers::Auto, &SIZES);
+        every_collective(&[size], MEMORY, &SIZES);
     }
 }
 
 #[test]
 fn every_collective_over_tcp() {
     for size in [2, 3, 5] {
-        every_collective(&[size], Carriers::Tcp, &SIZES);
+        every_collective(&[size], TCP, &SIZES);
     }
 }
 
@@ -218,26 +225,37 @@ fn every_collective_over_tcp() {
 /// ranks have small tensors here.
 #[test]
 fn every_collective_on_several_hosts() {
-    every_collective(&[1, 2], Carriers::Auto, &[0, 1, 7, 1001, 20_011, 200_001]);
-    every_collective(&[2, 2], Carriers::Auto, &[200_001]);
-    every_collective(&[3, 1, 4], Carriers::Auto, &[7, 1001]);
-    every_collective(&[4, 4, 4, 4], Carriers::Auto, &[7, 1001]);
+    every_collective(&[1, 2], MEMORY, &[0, 1, 7, 1001, 20_011, 200_001]);
+    every_collective(&[2, 2], MEMORY, &[200_001]);
+    every_collective(&[3, 1, 4], MEMORY, &[7, 1001]);
+    every_collective(&[4, 4, 4, 4], MEMORY, &[7, 1001]);
+}
+
+/// The large ones are cut into parts, one for each lane. The odd one is not cut evenly.
+#[test]
+fn every_collective_on_several_lanes() {
+    let lanes = |lanes| Links { lanes: Some(lanes), ..MEMORY };
+    every_collective(&[3], lanes(2), &SIZES);
+    every_collective(&[2, 1, 1], lanes(3), &[7, 700_001]);
+    every_collective(&[2], Links { carrier: Carriers::Tcp, ..lanes(4) }, &[7, 1_000_000]);
 }
 
 #[test]
 fn every_collective_on_encrypted_connections() {
-    every_collective_protected(&[3], Carriers::Tcp, true, &SIZES);
-    every_collective_protected(&[2, 1, 2], Carriers::Auto, true, &[7, 1001, 20_011]);
+    let encrypted = Links { encrypt: true, ..MEMORY };
+    every_collective(&[3], Links { encrypt: true, ..TCP }, &SIZES);
+    every_collective(&[2, 1, 2], encrypted, &[7, 1001, 20_011]);
 }
 
 #[test]
 fn operations_overlap_and_everybody_gets_the_same_bits() {
-    overlap(&[3]);
-    overlap(&[2, 1]);
+    overlap(&[3], MEMORY);
+    overlap(&[2, 1], MEMORY);
+    overlap(&[3], Links { lanes: Some(3), ..MEMORY });
 }
 
-fn overlap(hosts: &[u16]) {
-    let results = run_on(hosts, Carriers::Auto, |group| {
+fn overlap(hosts: &[u16], links: Links) {
+    let results = run_with(hosts, links, |group| {
         let me = usize::from(group.rank());
         let lens = [300_001, 5, 70_000, 0, 1_000_003];
         let noise = |len: usize| -> Vec<f32> {
@@ -373,6 +391,56 @@ fn a_rank_that_leaves_is_named_and_one_that_does_not_come_too() {
     assert!(errors[0].contains(late), "{}", errors[0]);
     assert!(!errors[0].contains("sends through it"), "{}", errors[0]);
     assert!(errors[1].contains("rank 0 stopped the job"), "{}", errors[1]);
+}
+
+/// Only some operations go over more lanes than one. Whoever is missing, or has another tensor, is
+/// named whichever lane finds out; and operations of all lanes end.
+#[test]
+fn a_group_of_several_lanes_ends_as_one() {
+    let links = Links { lanes: Some(3), ..MEMORY };
+    const LARGE: usize = 1_000_000;
+    let begin = |group: &Group, x: &mut Vec<f32>| {
+        let request = Request::AllReduce { tensor: tensor(x), op: ReduceOp::Sum };
+        group.begin(request, Terms { waits: false, ..TERMS }, Box::new(())).unwrap()
+    };
+    // Rank 2 leaves while the others have three operations under way.
+    let errors = run_with(&[3], links, move |group| {
+        let mut tensors = [vec![1f32; LARGE], vec![1f32; 10], vec![1f32; LARGE]];
+        let works: Vec<_> = match group.rank() {
+            2 => Vec::new(),
+            _ => tensors.iter_mut().map(|x| begin(group, x)).collect(),
+        };
+        let wait = |work: &poseidon::collectives::Work| work.wait(Duration::from_secs(60));
+        works.iter().map(|work| wait(work).unwrap_err().to_string()).collect::<Vec<_>>()
+    });
+    assert_eq!(errors.iter().map(Vec::len).collect::<Vec<_>>(), [3, 3, 0]);
+    for words in errors.iter().flatten() {
+        assert!(words.contains("rank 2"), "{words}");
+    }
+    // Rank 1 has a tensor that goes over the home lane alone, and goes on with a large one.
+    let errors = run_with(&[3], links, move |group| {
+        let len = if group.rank() == 1 { 100 } else { LARGE };
+        let mut tensors = [vec![1f32; len], vec![1f32; LARGE]];
+        let works: Vec<_> = tensors.iter_mut().map(|x| begin(group, x)).collect();
+        let wait = |work: &poseidon::collectives::Work| work.wait(Duration::from_secs(60));
+        works.iter().map(|work| wait(work).unwrap_err().to_string()).collect::<Vec<_>>()
+    });
+    for words in errors.iter().flatten() {
+        assert!(words.contains("all_reduce(sum) of 1000000 float32 on rank"), "{words}");
+        assert!(words.contains("all_reduce(sum) of 100 float32 on rank 1"), "{words}");
+    }
+    // Somebody stops the group while others wait for all of its lanes.
+    let errors = run_with(&[3], links, move |group| {
+        let mut x = vec![1f32; LARGE];
+        if group.rank() == 0 {
+            group.abort("enough of it");
+            return String::new();
+        }
+        begin(group, &mut x).wait(Duration::from_secs(60)).unwrap_err().to_string()
+    });
+    for words in &errors[1..] {
+        assert!(words.contains("rank 0 stopped the job: enough of it"), "{words}");
+    }
 }
 
 /// Ranks 0 and 2 of three talk among themselves, on the links that are there.

@@ -1,10 +1,11 @@
-//! A group as a channel of an engine: its operations, and which of them a frame belongs to.
+//! A group as a channel of one lane's engine: its operations there, and which of them a frame belongs
+//! to.
 
 use super::flow::{Mode, Stated};
 use super::members::{Members, Ways};
 use super::operation::{Key, Operation, PIECE, Start};
 use super::request::{Request, Words, is_uneven};
-use super::work::Completion;
+use super::shared::{Command, HOME, Part, Shared, Taken};
 use crate::Error;
 use crate::engine::channel::{Channel, Gone, Landing, LastWords, Outgoing, Polled, Sent};
 use crate::engine::outbox::{Message, Payload};
@@ -15,104 +16,14 @@ use poseidon_core::reduce::reduce;
 use poseidon_core::wire::{Header, Kind, Place, Signature};
 use poseidon_core::{ChannelId, Epoch, LayerId, NodeId};
 use std::collections::VecDeque;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
-use std::time::{Duration, Instant};
+use std::sync::Arc;
+use std::time::Duration;
 
-pub(super) enum Command {
-    Begin { request: Request, timeout: Duration, completion: Arc<Completion> },
-    Abort(String),
-    Leave,
-}
-
-/// What a group's handle and its channel share.
-#[derive(Default)]
-pub(super) struct Shared {
-    state: Mutex<State>,
-    /// For threads in `completed` and `wait_closed`.
-    changed: Condvar,
-}
-
-#[derive(Default)]
-struct State {
-    commands: VecDeque<Command>,
-    /// Names of followed operations that are done.
-    completed: VecDeque<u64>,
-    /// Set when the channel is closed: why nothing can be begun any more.
-    closed: Option<Error>,
-}
-
-impl Shared {
-    /// Passes a command to the channel. An operation that cannot be begun any more fails at once.
-    pub(super) fn command(&self, command: Command) {
-        let mut state = self.lock();
-        match (&state.closed, command) {
-            (None, command) => state.commands.push_back(command),
-            (Some(error), Command::Begin { completion, .. }) => {
-                let name = completion.finish(Err(error.clone()));
-                state.completed.extend(name);
-                self.changed.notify_all();
-            }
-            (Some(_), Command::Abort(_) | Command::Leave) => {}
-        }
-    }
-
-    /// The name of a followed operation that is done. None when nothing more will come.
-    pub(super) fn completed(&self) -> Option<u64> {
-        let mut state = self.lock();
-        while state.completed.is_empty() && state.closed.is_none() {
-            state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
-        }
-        state.completed.pop_front()
-    }
-
-    /// Waits until the channel is closed, and no longer than `patience`.
-    pub(super) fn wait_closed(&self, patience: Duration) {
-        let deadline = Instant::now() + patience;
-        let mut state = self.lock();
-        while state.closed.is_none() {
-            let left = deadline.saturating_duration_since(Instant::now());
-            if left.is_zero() {
-                return;
-            }
-            let woken = self.changed.wait_timeout(state, left);
-            state = woken.unwrap_or_else(PoisonError::into_inner).0;
-        }
-    }
-
-    /// Why nothing can be begun any more, if the channel is closed.
-    pub(super) fn closed(&self) -> Option<Error> {
-        self.lock().closed.clone()
-    }
-
-    pub(super) fn report(&self, completion: &Completion, outcome: Result<(), Error>) {
-        if let Some(name) = completion.finish(outcome) {
-            self.lock().completed.push_back(name);
-            self.changed.notify_all();
-        }
-    }
-
-    /// Closes the channel with `error`. Operations that were asked for, and that the channel has
-    /// not taken up, fail.
-    fn close(&self, error: Error) {
-        let mut state = self.lock();
-        let error = state.closed.get_or_insert(error).clone();
-        for command in std::mem::take(&mut state.commands) {
-            if let Command::Begin { completion, .. } = command {
-                let name = completion.finish(Err(error.clone()));
-                state.completed.extend(name);
-            }
-        }
-        self.changed.notify_all();
-    }
-
-    fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
-
-/// One rank of a group.
+/// One rank of a group, on one lane.
 pub(super) struct GroupChannel {
     id: ChannelId,
+    /// Of the group's lanes.
+    lane: usize,
     me: u16,
     /// By rank: the node that has it.
     ranks: Vec<NodeId>,
@@ -121,14 +32,14 @@ pub(super) struct GroupChannel {
     /// What ranks are called in errors.
     names: Vec<String>,
     /// Which ranks send to which.
-    ways: Ways,
+    ways: Arc<Ways>,
     shared: Arc<Shared>,
     counters: Counters,
     /// Operations under way, in the order they were begun.
     operations: VecDeque<Operation>,
     /// Operations begun so far.
     tickets: u64,
-    /// The number of the next collective.
+    /// The number after that of the last collective that has a part on this lane.
     sequence: u64,
     /// The collectives that were done last, and what they were.
     done: VecDeque<(u64, Signature)>,
@@ -146,6 +57,7 @@ pub(super) struct GroupChannel {
     undelivered: Vec<bool>,
     /// This rank has left the group: it begins nothing more.
     left: bool,
+    closed: bool,
 }
 
 /// A payload that is on its way in.
@@ -160,12 +72,13 @@ struct Arriving {
 }
 
 impl GroupChannel {
-    pub(super) fn new(id: ChannelId, members: Members, shared: Arc<Shared>) -> Self {
+    pub(super) fn new(id: ChannelId, lane: usize, members: Members, shared: Arc<Shared>) -> Self {
         let Members { rank: me, nodes: ranks, names, ways } = members;
         let size = ranks.len();
         let own = ranks[usize::from(me)];
         Self {
             id,
+            lane,
             me,
             members: ranks.iter().copied().filter(|&node| node != own).collect(),
             ranks,
@@ -184,33 +97,30 @@ impl GroupChannel {
             gone: vec![None; size],
             undelivered: vec![false; size],
             left: false,
+            closed: false,
         }
     }
 
-    /// Begins the operation of `request`, which has been checked.
-    fn begin(
-        &mut self,
-        request: Request,
-        timeout: Duration,
-        completion: Arc<Completion>,
-        now: Duration,
-    ) {
+    /// Begins this lane's part of an operation, which has been checked.
+    fn begin(&mut self, part: Part, now: Duration) {
+        let Part { request, collective, timeout, completion } = part;
         self.tickets += 1;
-        let sequence = match &request {
-            Request::Send { to, .. } => {
+        let (sequence, signature) = match (collective, &request) {
+            (Some((sequence, signature)), _) => {
+                self.sequence = sequence + 1;
+                (sequence, Some(signature))
+            }
+            (None, Request::Send { to, .. }) => {
                 let sent = &mut self.messages[usize::from(*to)];
                 *sent += 1;
-                *sent
+                (*sent, None)
             }
-            Request::Receive { .. } => 0,
-            _ => {
-                self.sequence += 1;
-                self.sequence - 1
-            }
+            (None, _) => (0, None),
         };
         let start = Start {
             ticket: self.tickets,
             sequence,
+            signature,
             begun: now,
             deadline: now.saturating_add(timeout),
             completion,
@@ -263,7 +173,7 @@ impl GroupChannel {
             // The operation, with its regions, is dropped before it is reported: with the report
             // the program takes its tensors back.
             self.operations.remove(index);
-            self.shared.report(&completion, Ok(()));
+            self.shared.report(self.lane, &completion, Ok(()));
             any = true;
         }
         any
@@ -342,6 +252,10 @@ impl GroupChannel {
             if let Some((_, mine)) = done.filter(|(_, mine)| *mine != theirs) {
                 return Err(mismatch(*mine, Words(theirs).to_string()));
             }
+            // Only large operations have a part on this lane. The home lane knows what it was here.
+            if done.is_none() && self.lane != HOME {
+                return Ok(None);
+            }
             let words = format!("{} (collective {})", Words(theirs), place.sequence);
             return Err(garbage(format!("a piece of {words}, which is over here")));
         };
@@ -384,12 +298,15 @@ impl GroupChannel {
 
     /// Nothing more happens here: what is under way fails.
     fn close(&mut self, error: Error) {
+        if std::mem::replace(&mut self.closed, true) {
+            return;
+        }
         for operation in std::mem::take(&mut self.operations) {
             let completion = operation.completion.clone();
             drop(operation);
-            self.shared.report(&completion, Err(error.clone()));
+            self.shared.report(self.lane, &completion, Err(error.clone()));
         }
-        self.shared.close(error);
+        self.shared.close(self.lane, error);
     }
 
     fn rank_of(&self, node: NodeId) -> Option<usize> {
@@ -525,20 +442,22 @@ unsafe impl Channel for GroupChannel {
         let mut begun = false;
         loop {
             // The lock is not held while the channel works: others may begin more.
-            let Some(command) = self.shared.lock().commands.pop_front() else { break };
-            match command {
-                Command::Begin { request, timeout, completion } if !self.left => {
-                    self.begin(request, timeout, completion, now);
+            match self.shared.take(self.lane) {
+                Taken::Command(Command::Begin(part)) if !self.left => {
+                    self.begin(part, now);
                     begun = true;
                 }
-                Command::Begin { completion, .. } => {
-                    self.shared.report(&completion, Err(has_left(self.name(self.me.into()))));
+                Taken::Command(Command::Begin(part)) => {
+                    let error = has_left(self.name(self.me.into()));
+                    self.shared.report(self.lane, &part.completion, Err(error));
                 }
-                Command::Abort(reason) => {
+                Taken::Command(Command::Abort(reason)) => {
                     return Err(Error::Aborted { node: self.name(self.me.into()), reason });
                 }
-                Command::Leave if !self.left => self.leave(out)?,
-                Command::Leave => {}
+                Taken::Command(Command::Leave) if !self.left => self.leave(out)?,
+                Taken::Command(Command::Leave) => {}
+                Taken::Closed(error) if !self.left => return Err(error),
+                Taken::Closed(_) | Taken::Nothing => break,
             }
         }
         self.post(out);

@@ -4,6 +4,7 @@
 //! comes out is copied back.
 
 use super::request::{Request, Words};
+use super::shared::HOME;
 use super::start_order::{Departure, Start, StartOrder};
 use super::tensor::Tensor;
 use super::work::{Arrival, Completion};
@@ -126,7 +127,7 @@ struct OperationCargo {
 
 impl OperationCargo {
     fn finish(&self, outcome: Result<(), Error>) {
-        self.start_order.shared.report(&self.completion, outcome);
+        self.start_order.shared.report(HOME, &self.completion, outcome);
         self.arrival.wake();
     }
 }

@@ -1,6 +1,8 @@
 //! Frames of other processes on their way to operations, for fuzz targets.
 
-use super::channel::{Command, GroupChannel, Shared};
+use super::channel::GroupChannel;
+use super::shared::Shared;
+use super::start_order::Start;
 use super::work::Completion;
 use super::{Members, Request, Tensor};
 use crate::engine::{Engine, Links};
@@ -50,7 +52,7 @@ pub fn route(input: &[u8]) -> Option<bool> {
     let (mut engine, mut far, shared) = rank_0();
     let completion = Arc::new(Completion::new(Box::new(())));
     let (timeout, begun) = (Duration::from_secs(60), completion.clone());
-    shared.command(Command::Begin { request, timeout, completion: begun });
+    shared.begin(Start { request, timeout, completion: begun });
     turn(&mut engine, &mut far);
     while let Some((from, rest)) = frames.split_first() {
         let Some((header, rest)) = rest.split_first_chunk() else { break };
@@ -96,8 +98,8 @@ fn rank_0() -> (Engine, Vec<MemoryLink>, Arc<Shared>) {
     let names = (0..RANKS).map(|rank| format!("rank {rank}")).collect();
     let nodes = (0..RANKS).map(NodeId).collect();
     let members = Members::new(&cluster, 0, nodes, names).expect("all nodes are in the cluster");
-    let shared = Arc::new(Shared::default());
-    let channel = GroupChannel::new(ChannelId(CHANNEL), members, shared.clone());
+    let shared = Arc::new(Shared::new(RANKS, 1));
+    let channel = GroupChannel::new(ChannelId(CHANNEL), 0, members, shared.clone());
     let (mut links, mut far) = (Links::new(), Vec::new());
     for other in 1..RANKS {
         let (near, end) = pair(VirtualClock::new(), Shape::default());

@@ -8,8 +8,10 @@
 use poseidon_core::cluster::ClusterError;
 use poseidon_core::{Cluster, NodeId, Route, Servers, Tree};
 use std::ops::Range;
+use std::sync::Arc;
 
 /// The ranks of a group, as one of them sees the group.
+#[derive(Clone)]
 pub(crate) struct Members {
     /// This process's rank.
     pub(super) rank: u16,
@@ -17,7 +19,7 @@ pub(crate) struct Members {
     pub(super) nodes: Vec<NodeId>,
     /// What ranks are called in errors.
     pub(super) names: Vec<String>,
-    pub(super) ways: Ways,
+    pub(super) ways: Arc<Ways>,
 }
 
 /// The ways of all slices, as one rank sees them.
@@ -65,7 +67,7 @@ impl Members {
         names: Vec<String>,
     ) -> Result<Self, ClusterError> {
         let group = among(cluster, &nodes)?;
-        let ways = Ways::new(rank, Tree::new(&group), group.is_ring());
+        let ways = Arc::new(Ways::new(rank, Tree::new(&group), group.is_ring()));
         Ok(Self { rank, nodes, names, ways })
     }
 }
@@ -208,7 +210,7 @@ fn numbered(places: impl Iterator<Item = u16>) -> (Vec<u16>, Vec<u16>) {
 }
 
 /// Slices with fewer bytes go straight: a way round the ring would take longer than the bytes.
-const LEAST_ROUND: usize = 32 << 10;
+pub(super) const LEAST_ROUND: usize = 32 << 10;
 
 #[cfg(test)]
 mod tests {
@@ -299,7 +301,8 @@ mod tests {
     fn the_sources_of_something_make_a_tree_of_its_own() {
         let hosts = [0, 0, 0, 1, 2, 2, 2, 2];
         let nodes: Vec<u16> = (0..8).collect();
-        let all: Vec<Ways> = (0..8).map(|rank| members(&hosts, &[], &nodes, rank).ways).collect();
+        let all: Vec<Arc<Ways>> =
+            (0..8).map(|rank| members(&hosts, &[], &nodes, rank).ways).collect();
         for (root, origin) in (0..8).flat_map(|root| (0..8).map(move |origin| (root, origin))) {
             for ways in &all {
                 let (mut at, mut steps) = (ways.me, 0);

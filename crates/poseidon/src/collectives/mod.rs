@@ -1,13 +1,14 @@
 //! Collective operations among the ranks of a group: what `torch.distributed` and MPI call them.
 //!
-//! A [`Group`] is a channel on its node's links. [`Group::begin`] starts an operation and returns
+//! A [`Group`] is a channel on its node's links, on every lane. [`Group::begin`] starts an operation and returns
 //! at once. [`Work::wait`] waits for its end, and does the work meanwhile if no other thread does.
 //!
 //! * `request`: what may be asked of a group. `tensor`: memory lent for an operation. `work`: how
 //!   an operation ended.
 //! * `members`: which ranks send to which. `flow`: what an operation sends, awaits and passes on.
 //! * `device`: operations on tensors of a device. `start_order`: in which order operations begin.
-//! * `operation`: how far an operation is. `channel`: which operation a frame belongs to.
+//! * `operation`: how far an operation is. `channel`: which operation a frame belongs to. `shared`:
+//!   what a group's channels have in common, and which lanes an operation goes over.
 
 mod channel;
 mod device;
@@ -15,6 +16,7 @@ mod flow;
 mod members;
 mod operation;
 mod request;
+mod shared;
 mod start_order;
 mod tensor;
 mod work;
@@ -33,8 +35,9 @@ pub use work::Work;
 use crate::Error;
 use crate::engine::driver::Driver;
 use crate::trace::{GroupTrace, Recorder};
-use channel::{Command, GroupChannel, Shared};
+use channel::GroupChannel;
 use poseidon_core::{ChannelId, NodeId};
+use shared::{HOME, Shared};
 use start_order::{Start, StartOrder};
 use std::any::Any;
 use std::fmt;
@@ -48,6 +51,7 @@ pub struct Group {
     /// By rank: the node that has it.
     ranks: Vec<NodeId>,
     shared: Arc<Shared>,
+    /// Drives the home lane.
     driver: Arc<Driver>,
     start_order: Arc<StartOrder>,
     /// Where operations are noted, and how many were begun.
@@ -69,21 +73,25 @@ pub struct Terms {
 }
 
 impl Group {
-    /// Opens a group on the links that `driver` drives, and that live as long as `links`. What it does
-    /// is noted by `recorder`.
+    /// Opens a group on the links that `drivers` drive, those of its home lane first, and that live as
+    /// long as `links`. What it does is noted by `recorder`.
     pub(crate) fn open(
         id: ChannelId,
         members: Members,
-        driver: Arc<Driver>,
+        drivers: Vec<Arc<Driver>>,
         recorder: Arc<Recorder>,
         links: Arc<dyn Any + Send + Sync>,
     ) -> Self {
         let trace = Arc::new(GroupTrace::new(recorder, id.index() as u32));
-        let shared = Arc::new(Shared::default());
         let (rank, ranks) = (members.rank, members.nodes.clone());
-        let channel = GroupChannel::new(id, members, shared.clone());
-        driver.attach(Box::new(channel));
-        let start_order = Arc::new(StartOrder::new(shared.clone(), driver.clone()));
+        let shared = Arc::new(Shared::new(ranks.len() as u16, drivers.len()));
+        shared.driven_by(&drivers);
+        for (lane, driver) in drivers.iter().enumerate() {
+            let channel = GroupChannel::new(id, lane, members.clone(), shared.clone());
+            driver.attach(Box::new(channel));
+        }
+        let driver = drivers[HOME].clone();
+        let start_order = Arc::new(StartOrder::new(shared.clone(), drivers));
         Self { rank, ranks, shared, driver, start_order, trace, links: Some(links) }
     }
 
@@ -135,25 +143,24 @@ impl Group {
     /// process that was forked from the one that made the group cannot leave the group: in such a
     /// process `leave` and [`abort`](Self::abort) do nothing.
     pub fn leave(&self) {
-        self.command(Command::Leave);
+        if self.driver.check_owner().is_ok() {
+            self.shared.leave();
+            self.start_order.drivers.iter().for_each(|driver| driver.nudge(false));
+        }
     }
 
     /// Stops the group and tells every rank why.
     pub fn abort(&self, reason: &str) {
-        self.command(Command::Abort(reason.into()));
+        if self.driver.check_owner().is_ok() {
+            self.shared.abort(reason.into());
+            self.driver.nudge(false);
+        }
     }
 
     /// Waits until the others can hear that this rank has left, and no longer than `patience`.
     pub fn wait_left(&self, patience: Duration) {
         if self.driver.check_owner().is_ok() {
             self.shared.wait_closed(patience);
-        }
-    }
-
-    fn command(&self, command: Command) {
-        if self.driver.check_owner().is_ok() {
-            self.shared.command(command);
-            self.driver.nudge(false);
         }
     }
 }

@@ -48,6 +48,8 @@ pub(super) struct Start {
     pub(super) ticket: u64,
     /// The number among the group's collectives, or among the messages to that rank.
     pub(super) sequence: u64,
+    /// What the whole collective is, of which the request may be a part. None for messages.
+    pub(super) signature: Option<Signature>,
     pub(super) begun: Duration,
     pub(super) deadline: Duration,
     pub(super) completion: Arc<Completion>,
@@ -62,13 +64,16 @@ impl Operation {
         ways: &Ways,
         mut send: impl FnMut(usize, Message),
     ) -> Self {
-        let Start { ticket, sequence, begun, deadline, completion } = start;
+        let Start { ticket, sequence, signature, begun, deadline, completion } = start;
         let key = match &request {
             Request::Send { to, tag, .. } => Key::Send { to: *to, tag: *tag },
             Request::Receive { from, tag, tensor } => {
                 Key::Receive { from: *from, tag: *tag, bound: None, region: tensor.region }
             }
-            _ => Key::Collective { sequence, signature: request.signature() },
+            _ => {
+                let signature = signature.unwrap_or_else(|| request.signature());
+                Key::Collective { sequence, signature }
+            }
         };
         let mut flow = Flow::of(request, ways);
         let first = std::mem::take(&mut flow.first);

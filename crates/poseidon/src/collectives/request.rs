@@ -1,5 +1,6 @@
 //! What may be asked of a group, and whether it can be.
 
+use super::members::LEAST_ROUND;
 use super::tensor::Tensor;
 use crate::Error;
 use poseidon_core::wire::Signature;
@@ -117,6 +118,55 @@ impl Request {
         Signature { operation: self.number(), dtype, op, root, count }
     }
 
+    /// Whether all ranks do it together.
+    pub(super) fn is_collective(&self) -> bool {
+        !matches!(self, Self::Send { .. } | Self::Receive { .. })
+    }
+
+    /// The request in parts, one for each of up to `lanes` lanes, in a group of `ranks`. It stays whole
+    /// if it is too small to be cut, or is of a kind that goes straight between pairs of ranks. All
+    /// ranks cut alike: only lengths count that every rank knows.
+    pub(super) fn cut(self, lanes: usize, ranks: u16) -> Vec<Self> {
+        fn total(tensors: &[Tensor]) -> usize {
+            tensors.iter().map(|tensor| tensor.region.len()).sum()
+        }
+        let bytes = match &self {
+            Self::AllReduce { tensor, .. }
+            | Self::Broadcast { tensor, .. }
+            | Self::Reduce { tensor, .. } => tensor.region.len(),
+            Self::AllGather { outputs, .. } => total(outputs),
+            Self::ReduceScatter { inputs, .. } => total(inputs),
+            _ => 0,
+        };
+        let least = LEAST_PART.max(usize::from(ranks) * LEAST_ROUND);
+        let count = lanes.min(bytes / least);
+        if count < 2 {
+            return vec![self];
+        }
+        match self {
+            Self::AllReduce { tensor, op } => {
+                tensor.cut(count).map(|tensor| Self::AllReduce { tensor, op }).collect()
+            }
+            Self::Broadcast { tensor, root } => {
+                tensor.cut(count).map(|tensor| Self::Broadcast { tensor, root }).collect()
+            }
+            Self::Reduce { tensor, root, op } => {
+                tensor.cut(count).map(|tensor| Self::Reduce { tensor, root, op }).collect()
+            }
+            Self::AllGather { input, outputs } => input
+                .cut(count)
+                .zip(cut_all(outputs, count))
+                .map(|(input, outputs)| Self::AllGather { input, outputs })
+                .collect(),
+            Self::ReduceScatter { inputs, output, op } => output
+                .cut(count)
+                .zip(cut_all(inputs, count))
+                .map(|(output, inputs)| Self::ReduceScatter { inputs, output, op })
+                .collect(),
+            whole => vec![whole],
+        }
+    }
+
     /// Refuses what no rank could do, before anything is sent.
     pub(super) fn check(&self, me: u16, size: u16) -> Result<(), Error> {
         let refuse = |why: String| Err(Error::Request { operation: self.name(), why });
@@ -211,6 +261,18 @@ impl Request {
         name(self.number())
     }
 }
+
+/// By part: that part of each tensor.
+fn cut_all(tensors: Vec<Tensor>, count: usize) -> Vec<Vec<Tensor>> {
+    let mut parts: Vec<Vec<Tensor>> = (0..count).map(|_| Vec::new()).collect();
+    for tensor in tensors {
+        parts.iter_mut().zip(tensor.cut(count)).for_each(|(part, tensor)| part.push(tensor));
+    }
+    parts
+}
+
+/// A part of an operation has at least so many bytes. Another lane's thread has to be woken for it.
+const LEAST_PART: usize = 512 << 10;
 
 /// Whether the ranks of an operation may have tensors of different lengths. Then each frame states
 /// the length of what it is a part of.

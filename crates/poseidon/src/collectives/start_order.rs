@@ -5,8 +5,8 @@
 //! begin them in the same order, and on every rank other tensors leave first. Whoever asks does not
 //! wait.
 
-use super::channel::{Command, Shared};
 use super::request::{Request, Words};
+use super::shared::{HOME, Shared};
 use super::work::Completion;
 use crate::Error;
 use crate::engine::driver::Driver;
@@ -16,7 +16,8 @@ use std::time::{Duration, Instant};
 
 pub(super) struct StartOrder {
     pub(super) shared: Arc<Shared>,
-    driver: Arc<Driver>,
+    /// What drives the group's lanes, the home lane first.
+    pub(super) drivers: Vec<Arc<Driver>>,
     /// Operations that have not begun, in the order in which they were asked for. The first is one
     /// whose tensors are leaving a device. Written by whoever asks, and by copiers.
     waiting: Mutex<VecDeque<Waiting>>,
@@ -54,8 +55,8 @@ pub(super) struct Queued {
 }
 
 impl StartOrder {
-    pub(super) fn new(shared: Arc<Shared>, driver: Arc<Driver>) -> Self {
-        Self { shared, driver, waiting: Mutex::default() }
+    pub(super) fn new(shared: Arc<Shared>, drivers: Vec<Arc<Driver>>) -> Self {
+        Self { shared, drivers, waiting: Mutex::default() }
     }
 
     /// Begins an operation in host memory, or has it wait for those that were asked for before it.
@@ -63,9 +64,11 @@ impl StartOrder {
     pub(super) fn begin(self: &Arc<Self>, start: Start, waits: bool) -> Option<Queued> {
         let mut waiting = self.waiting();
         if waiting.is_empty() {
-            self.shared.command(start.into());
+            let lanes = self.shared.begin(start);
             drop(waiting);
-            self.driver.nudge(waits);
+            // Nobody waits at other lanes than the home lane: their own threads drive them.
+            self.drivers[..lanes].iter().skip(1).for_each(|driver| driver.tell());
+            self.drivers[HOME].nudge(waits);
             return None;
         }
         let (completion, timeout) = (start.completion.clone(), start.timeout);
@@ -84,23 +87,20 @@ impl StartOrder {
 
     /// Stops the group and tells every rank why.
     pub(super) fn abort(&self, reason: String) {
-        self.shared.command(Command::Abort(reason));
-        self.driver.tell();
+        self.shared.abort(reason);
+        self.drivers[HOME].tell();
     }
 
     /// Begins what can begin, in order. Whoever calls has changed the list.
     fn go_on(&self, mut waiting: MutexGuard<'_, VecDeque<Waiting>>) {
-        let mut any = false;
+        let mut lanes = 0;
         while let Some(start) = waiting.front_mut().and_then(|first| first.start.take()) {
             waiting.pop_front();
             // The list is locked meanwhile, so that nobody begins anything in between.
-            self.shared.command(start.into());
-            any = true;
+            lanes = self.shared.begin(start).max(lanes);
         }
         drop(waiting);
-        if any {
-            self.driver.tell();
-        }
+        self.drivers[..lanes].iter().for_each(|driver| driver.tell());
     }
 
     fn waiting(&self) -> MutexGuard<'_, VecDeque<Waiting>> {
@@ -159,13 +159,7 @@ impl Queued {
         waiting.remove(at);
         drop(waiting);
         let reason = error.to_string();
-        self.order.shared.report(&self.completion, Err(error));
+        self.order.shared.report(HOME, &self.completion, Err(error));
         self.order.abort(reason);
-    }
-}
-
-impl From<Start> for Command {
-    fn from(Start { request, timeout, completion }: Start) -> Self {
-        Self::Begin { request, timeout, completion }
     }
 }

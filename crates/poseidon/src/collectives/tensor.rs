@@ -4,6 +4,9 @@ use crate::memory::region::Region;
 use poseidon_core::Dtype;
 use std::ptr::NonNull;
 
+/// Bytes of a line of the cache.
+const LINE: usize = 64;
+
 /// A contiguous tensor that is lent for one operation: where it is, how many elements it has, and
 /// of what.
 ///
@@ -37,6 +40,21 @@ impl Tensor {
     /// What it is made of.
     pub fn dtype(&self) -> Dtype {
         self.dtype
+    }
+
+    /// The tensor in `count` parts that lie side by side, about equally long.
+    pub(super) fn cut(self, count: usize) -> impl Iterator<Item = Self> {
+        let (all, size) = (self.count(), self.dtype.size());
+        // All but the last part are whole lines of the cache.
+        let line = (LINE / size).max(1);
+        let edge = move |part: usize| match part == count {
+            true => all,
+            false => (all as u128 * part as u128 / count as u128) as usize / line * line,
+        };
+        (0..count).map(move |part| Self {
+            region: self.region.part(edge(part) * size..edge(part + 1) * size),
+            dtype: self.dtype,
+        })
     }
 
     /// Copies all of it to `other`, which has as many bytes and may overlap it.

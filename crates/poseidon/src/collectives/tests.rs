@@ -3,7 +3,9 @@
 mod flows;
 mod lengths;
 
-use super::channel::{Command, GroupChannel, Shared};
+use super::channel::GroupChannel;
+use super::shared::Shared;
+use super::start_order::Start;
 use super::work::Completion;
 use super::{Members, Request, Tensor};
 use crate::engine::{Engine, Links, Next};
@@ -26,7 +28,7 @@ struct Rank {
 impl Rank {
     /// Adds another group of all nodes, in which they have the same ranks.
     fn attach(&mut self, id: u32, rank: u16, size: u16) -> Arc<Shared> {
-        let shared = Arc::new(Shared::default());
+        let shared = Arc::new(Shared::new(size, 1));
         let channel = channel(id, rank, size, &shared);
         self.engine.attach(Box::new(channel), Duration::ZERO);
         shared
@@ -38,7 +40,7 @@ fn channel(id: u32, rank: u16, size: u16, shared: &Arc<Shared>) -> GroupChannel 
     let nodes = (0..size).map(NodeId).collect();
     let names = (0..size).map(|rank| format!("rank {rank}")).collect();
     let members = Members::new(&cluster, rank, nodes, names).unwrap();
-    GroupChannel::new(ChannelId(id), members, shared.clone())
+    GroupChannel::new(ChannelId(id), 0, members, shared.clone())
 }
 
 impl Rank {
@@ -59,7 +61,7 @@ impl Rank {
 fn begin(group: &Shared, request: Request) -> Arc<Completion> {
     let completion = Arc::new(Completion::new(Box::new(())));
     let begun = completion.clone();
-    group.command(Command::Begin { request, timeout: PATIENCE, completion });
+    group.begin(Start { request, timeout: PATIENCE, completion });
     begun
 }
 
@@ -79,7 +81,7 @@ fn ranks_with(size: u16, clock: &VirtualClock, shape: Shape) -> Vec<Rank> {
         }
     }
     let rank = |(rank, links): (u16, Links)| {
-        let shared = Arc::new(Shared::default());
+        let shared = Arc::new(Shared::new(size, 1));
         let channel = channel(2, rank, size, &shared);
         let (me, now) = (NodeId(rank), Duration::ZERO);
         let mut engine = Engine::new(me, usize::from(size), links, SILENCE, now);
@@ -132,7 +134,7 @@ fn an_abort_does_not_undo_what_others_have_sent_before() {
         ranks[rank].turn(now);
     }
     assert!(begun[1].is_done() && !begun[0].is_done());
-    ranks[1].shared.command(Command::Abort("enough".into()));
+    ranks[1].shared.abort("enough".into());
     [1, 1, 0].iter().for_each(|&rank: &usize| ranks[rank].turn(now));
     assert!(begun[0].is_done());
     assert_eq!(failure(&begun[0]), "");
@@ -174,7 +176,7 @@ fn operations_end_when_their_group_leaves_together_with_its_node() {
     let begun = ranks[0].begin(Request::Broadcast { tensor: tensor(&mut values), root: 1 });
     ranks[0].turn(now);
     let other = ranks[1].begin(Request::Barrier);
-    ranks[0].shared.command(Command::Leave);
+    ranks[0].shared.leave();
     ranks[0].engine.close(now);
     for _ in 0..10 {
         ranks.iter_mut().for_each(|rank| rank.turn(now));

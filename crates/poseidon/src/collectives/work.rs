@@ -7,7 +7,7 @@ use crate::trace::BegunOperation;
 use poseidon_device::{Copier, Fault, ProgramStream, SharedEvent, Stream};
 use std::any::Any;
 use std::fmt;
-use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -35,8 +35,11 @@ struct Arriving {
     changed: Condvar,
 }
 
-/// How an operation ended, once it has ended. The group's channel writes this, once.
+/// How an operation ended, once it has ended. The channels that have a part of it write this, each
+/// once.
 pub(super) struct Completion {
+    /// Parts that are not over, each on a lane. Written under the lock of `followed`.
+    parts: AtomicUsize,
     done: AtomicBool,
     failure: OnceLock<Error>,
     /// The rank a message came from.
@@ -170,6 +173,7 @@ impl fmt::Debug for Work {
 impl Completion {
     pub(super) fn new(keep: Box<dyn Any + Send + Sync>) -> Self {
         Self {
+            parts: AtomicUsize::new(1),
             done: AtomicBool::new(false),
             failure: OnceLock::new(),
             source: AtomicU32::new(u32::MAX),
@@ -197,12 +201,24 @@ impl Completion {
         self.source.store(inner.source.load(Ordering::Relaxed), Ordering::Relaxed);
     }
 
-    /// The operation is over. Returns the name it is followed by, if it is.
+    /// The operation is cut into so many parts. It is one if nobody says so.
+    pub(super) fn expect_parts(&self, count: usize) {
+        let _followed = self.lock_followed();
+        self.parts.store(count, Ordering::Relaxed);
+    }
+
+    /// A part of the operation is over, and with the last one the operation. Returns the name it is
+    /// followed by then, if it is.
     pub(super) fn finish(&self, outcome: Result<(), Error>) -> Option<u64> {
         if let Err(error) = outcome {
             let _ = self.failure.set(error);
         }
         let mut followed = self.lock_followed();
+        let parts = self.parts.load(Ordering::Relaxed).saturating_sub(1);
+        self.parts.store(parts, Ordering::Relaxed);
+        if parts > 0 {
+            return None;
+        }
         if let Some(noted) = self.noted.as_ref().filter(|_| !self.is_done()) {
             noted.done(self.failure.get());
         }

@@ -163,6 +163,15 @@ impl Driver {
         self.wake();
     }
 
+    /// Something that threads in [`wait`](Self::wait) may wait for has happened on another lane.
+    pub(crate) fn announce(&self) {
+        self.wake();
+        // A thread that is about to wait looks once more while it has the gate.
+        if lock(&self.gate).waiting > 0 {
+            self.progressed.notify_all();
+        }
+    }
+
     /// Waits until `is_done`, or until the deadline has passed. Drives the engine meanwhile if no
     /// other thread does.
     pub(crate) fn wait(&self, is_done: impl Fn() -> bool, deadline: Option<Instant>) {

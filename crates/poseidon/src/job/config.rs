@@ -176,9 +176,9 @@ impl Config {
     }
 
     /// Rank `rank` of a [`Group`](crate::Group) of `size`, whose coordinator is at `coordinator`. Of the environment
-    /// only `POSEIDON_ADDRESS`, `POSEIDON_LINK`, `POSEIDON_HOST`, `POSEIDON_BANDWIDTH_BUDGET`,
-    /// `POSEIDON_PINNED_MEMORY`, `POSEIDON_CONNECT_TIMEOUT`, `POSEIDON_SILENCE`, `POSEIDON_ENCRYPT` and
-    /// what is written and served for people who look on.
+    /// only `POSEIDON_ADDRESS`, `POSEIDON_LINK`, `POSEIDON_HOST`, `POSEIDON_LANES`,
+    /// `POSEIDON_LINK_RATE`, `POSEIDON_BANDWIDTH_BUDGET`, `POSEIDON_PINNED_MEMORY`,
+    /// `POSEIDON_CONNECT_TIMEOUT`, `POSEIDON_SILENCE`, `POSEIDON_ENCRYPT` and what is written and served for people who look on.
     pub fn for_group(
         rank: u16,
         size: u16,
@@ -188,11 +188,18 @@ impl Config {
     ) -> Result<Self, Error> {
         let env = Env(&|name| std::env::var(name).ok());
         let alone = Self::alone(secret);
+        let of_host: Option<u16> = env.parse("LOCAL_WORLD_SIZE")?;
+        // A group on one host has one lane: its ranks meet in memory.
+        let (lanes, lanes_by_rate) = match env.parse("POSEIDON_LANES")? {
+            Some(lanes) => (lanes, false),
+            None => (default_lanes(cores(), size, of_host.unwrap_or(1)).0, true),
+        };
         Ok(Self {
             member: Member::Worker(rank),
             workers: size,
-            lanes: 1,
-            lanes_by_rate: false,
+            lanes,
+            lanes_by_rate,
+            link_rate: env.parse("POSEIDON_LINK_RATE")?.unwrap_or(LinkRate::Measured),
             bandwidth_budget: env.parse("POSEIDON_BANDWIDTH_BUDGET")?.and_then(|Limit(rate)| rate),
             host: env.0("POSEIDON_HOST").filter(|name| !name.is_empty()),
             coordinator: coordinator.into(),
@@ -208,8 +215,7 @@ impl Config {
             observation: {
                 // Ports for metrics come after those of sessions, which the processes may have, too.
                 let local = env.parse("LOCAL_RANK")?.unwrap_or(rank);
-                let of_host = env.parse("LOCAL_WORLD_SIZE")?.unwrap_or(size);
-                env.observation(local.saturating_add(of_host))?.of_group()
+                env.observation(local.saturating_add(of_host.unwrap_or(size)))?.of_group()
             },
             ..alone
         })

@@ -461,10 +461,12 @@ impl Joining {
 }
 
 /// The hosts of `cluster` in a ring where the job allows it. Sums in rank order are made straight on
-/// the shards, and so are those of workers that do not wait for each other.
+/// the shards, and so are those of workers that do not wait for each other. A job without layers is a
+/// group, whose hosts have equal slices: its slowest port is everybody's with a ring and without.
 fn arranged(cluster: Cluster, job: &Job) -> Cluster {
     match job.deterministic || !job.consistency.is_bsp() {
         true => cluster,
+        false if job.layers.is_empty() => cluster.with_level_ports().in_a_ring(),
         false => cluster.in_a_ring(),
     }
 }

@@ -147,6 +147,8 @@ impl Claims {
         let most_interfaces = self.interfaces.iter().copied().max().unwrap_or(1);
         let Some(fastest) = rates.iter().flatten().copied().max() else {
             let cluster = cluster.with_lanes(match self.lanes_by_rate {
+                // Nothing goes over a port.
+                true if self.hosts.iter().all(|host| *host == 0) => 1,
                 true => self.lanes.min(LANES_IN_DOUBT).max(most_interfaces),
                 false => self.lanes,
             })?;
@@ -333,6 +335,10 @@ mod tests {
         // Nothing is known.
         assert_eq!(settled(&claims, &[]).lanes(), 2);
         assert_eq!(ports(&settled(&claims, &[])), []);
+        let mut here = self::claims(&[LinkRate::Measured; 2], &[0, 0]);
+        assert_eq!(settled(&here, &[]).lanes(), 1);
+        here.lanes_by_rate = false;
+        assert_eq!(settled(&here, &[]).lanes(), 8);
         claims.lanes_by_rate = false;
         assert_eq!(lanes(&claims, 940), 4);
         assert_eq!(claims.draft(settled(&claims, &[])).unwrap().lanes(), 4);

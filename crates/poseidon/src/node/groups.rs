@@ -3,7 +3,7 @@
 use super::Node;
 use crate::collectives::{Group, Members};
 use crate::job::book::Job;
-use crate::job::config::{Config, LinkRate, Member};
+use crate::job::config::{Config, Member};
 use crate::job::line::JobState;
 use crate::job::open::Channel;
 use crate::{ChunkSize, Coordinator, Error, Optimizer, Placement, Policy};
@@ -12,8 +12,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 impl Group {
-    /// Joins the group that `config` describes: workers only, all of which call this, with one lane. `names` is what
-    /// the ranks are called in errors, such as `rank 3`; it has one for each. Whoever has made the `coordinator` that
+    /// Joins the group that `config` describes: workers only, all of which call this. `names` is what the
+    /// ranks are called in errors, such as `rank 3`; it has one for each. Whoever has made the `coordinator` that
     /// they meet at gives it away here: it lives as long as the links.
     pub fn start(
         config: &Config,
@@ -39,16 +39,13 @@ impl Group {
             batch: None,
             checkpoints: Checkpoints::default(),
         };
-        // A group has one lane and no shards, so the speed of ports decides nothing.
-        let (lanes_by_rate, link_rate) = (false, LinkRate::Unknown);
-        let config = Config { lanes: 1, lanes_by_rate, link_rate, ..config.clone() };
-        let node = Node::start(&config, Some(job), coordinator)?;
+        let node = Node::start(config, Some(job), coordinator)?;
         let ranks = (0..size).map(NodeId).collect();
         let id = ChannelId::FIRST;
-        let driver = node.lane_of_group(id).clone();
+        let drivers = node.lanes_of_group(id);
         let members = Members::new(&node.book.cluster, rank, ranks, names)?;
         let recorder = node.observed.recorder.clone();
-        Ok(Self::open(id, members, driver, recorder, node))
+        Ok(Self::open(id, members, drivers, recorder, node))
     }
 
     /// Another group, among some ranks of this one and on the same links. Those that `ranks` names call
@@ -77,10 +74,10 @@ impl Group {
             return Err(Error::Config(format!("{got} names for {size} ranks")));
         }
         let id = node.open_channel(name, &nodes, None, patience, &|| JobState::Running)?;
-        let driver = node.lane_of_group(id).clone();
+        let drivers = node.lanes_of_group(id);
         let members = Members::new(&node.book.cluster, own as u16, nodes, names)?;
         let recorder = node.observed.recorder.clone();
-        Ok(Self::open(id, members, driver, recorder, node))
+        Ok(Self::open(id, members, drivers, recorder, node))
     }
 
     /// Tells the links of this group from those of every other job. `None` if no other group can be
@@ -106,10 +103,10 @@ impl Node {
         let cluster = &self.book.cluster;
         let names = cluster.worker_ids().map(|worker| cluster.name(worker)).collect();
         let ranks = cluster.worker_ids().collect();
-        let driver = self.lane_of_group(id).clone();
+        let drivers = self.lanes_of_group(id);
         let members = Members::new(cluster, self.me.0, ranks, names)?;
         let recorder = self.observed.recorder.clone();
-        Ok(Group::open(id, members, driver, recorder, self.clone()))
+        Ok(Group::open(id, members, drivers, recorder, self.clone()))
     }
 
     /// Agrees with the other members on a channel called `name`. `watch` tells what the lanes know

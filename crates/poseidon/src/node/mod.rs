@@ -114,9 +114,11 @@ impl Node {
         &self.lanes[lane.index()]
     }
 
-    /// The lane that carries the group `id`.
-    pub(crate) fn lane_of_group(&self, id: ChannelId) -> &Arc<Driver> {
-        &self.lanes[id.index() % self.lanes.len()]
+    /// What drives the lanes of the group `id`, its home lane first. Groups have different home lanes.
+    pub(crate) fn lanes_of_group(&self, id: ChannelId) -> Vec<Arc<Driver>> {
+        let mut lanes = self.lanes.clone();
+        lanes.rotate_left(id.index() % self.lanes.len());
+        lanes
     }
 }
 

@@ -109,6 +109,7 @@ fn carry(hosts: &[usize], racks: &[u16], requests: Vec<Request>, dice: &mut Dice
         let start = Start {
             ticket: 0,
             sequence: 3,
+            signature: None,
             begun: Duration::ZERO,
             deadline: Duration::MAX,
             completion: Arc::new(Completion::new(Box::new(()))),
@@ -398,6 +399,7 @@ fn a_frame_that_takes_another_way_is_refused() {
         let start = Start {
             ticket: 0,
             sequence: 0,
+            signature: None,
             begun: Duration::ZERO,
             deadline: Duration::MAX,
             completion: Arc::new(Completion::new(Box::new(()))),
