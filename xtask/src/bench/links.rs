@@ -1,4 +1,4 @@
-//! `cargo xtask bench links`: exchanges over rate-limited links, beside Gloo.
+//! `cargo xtask bench links`: exchanges over rate-limited links, beside Gloo or another version.
 //!
 //! Every node is a network namespace whose port is limited both ways (`bench/vcluster.sh`). Both
 //! contenders are on all nodes at the same time and take turns: a pair is a turn of each, and the one
@@ -18,7 +18,7 @@ use anyhow::{Context, Result, bail};
 use grid::{Case, Effort, Machine, Network, What};
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
-use summary::{CSV_HEADER, Measured, Outcome, Pair, Summary};
+use summary::{CSV_HEADER, Measured, Outcome, Pair, Peer, Summary};
 
 /// What to measure.
 #[derive(clap::Args)]
@@ -59,6 +59,9 @@ pub(crate) struct Args {
     /// A poseidon command to measure [default: built from this checkout]
     #[arg(long)]
     poseidon: Option<String>,
+    /// Another poseidon command, to measure beside it instead of Gloo: what a change costs or gains
+    #[arg(long, value_name = "COMMAND")]
+    beside: Option<String>,
     /// A Python that has torch, numpy and mpi4py [default: one set up in bench/.env]
     #[arg(long)]
     python: Option<String>,
@@ -80,8 +83,14 @@ pub(crate) fn run(args: &Args) -> Result<()> {
             environment::poseidon().display().to_string()
         }
     };
-    let peers = [super::contender::Contender::Gloo];
-    let python = environment::prepare(&peers, args.python.as_deref())?.python;
+    let python = match args.beside {
+        // Nothing of Python's is needed.
+        Some(_) => "python3".to_owned(),
+        None => {
+            let peers = [super::contender::Contender::Gloo];
+            environment::prepare(&peers, args.python.as_deref())?.python
+        }
+    };
     let folder = record::create("links", args.out.as_deref(), false)?;
     record::write(&folder, "machine.txt", &record::machine(&python))?;
     record::write(&folder, "command.txt", &format!("{}\n", record::command_line()))?;
@@ -120,11 +129,12 @@ struct Contenders<'a> {
 
 /// Their places in [`Contenders`].
 const OURS: usize = 0;
-const GLOO: usize = 1;
+const PEER: usize = 1;
 
 impl Bench<'_> {
     fn run(&self, machine: Machine) -> Result<Summary> {
-        let mut summary = Summary::new(self.effort.pairs, &self.args.congestion, self.args.rows);
+        let mut summary =
+            Summary::new(self.peer(), self.effort.pairs, &self.args.congestion, self.args.rows);
         for &nodes in &self.args.nodes {
             for &mbit in &self.args.mbit {
                 let mut sizes = Vec::new();
@@ -173,7 +183,11 @@ impl Bench<'_> {
         };
         for &what in &self.args.what {
             contenders.running[OURS] = None;
-            contenders.words[OURS] = self.ours(what, sizes);
+            contenders.words[OURS] = self.ours(&self.poseidon, what, sizes);
+            if let Some(other) = &self.args.beside {
+                contenders.running[PEER] = None;
+                contenders.words[PEER] = self.ours(other, what, sizes);
+            }
             for case in cases(what) {
                 if !self.fits(OVERHEAD * network.seconds(case.size, self.effort)) {
                     println!("not reached: {case}");
@@ -186,7 +200,7 @@ impl Bench<'_> {
                 }
                 let outcome = outcome.map_err(|error| format!("{error:#}"));
                 let measured = Measured { case, outcome };
-                println!("{}", measured.line());
+                println!("{}", measured.line(self.peer()));
                 summary.cases.push(measured);
                 // An interrupted run keeps what it has measured.
                 self.write(summary)?;
@@ -204,19 +218,19 @@ impl Bench<'_> {
         let mut pairs = Vec::new();
         for number in 0..self.effort.pairs {
             let ours_first = number % 2 == 0;
-            let order = if ours_first { [OURS, GLOO] } else { [GLOO, OURS] };
+            let order = if ours_first { [OURS, PEER] } else { [PEER, OURS] };
             let mut turns = [None, None];
             for who in order {
                 turns[who] = Some(contenders.turn(who, case, iters)?);
             }
-            let [Some(ours), Some(gloo)] = turns else { bail!("a turn is missing") };
-            pairs.push(Pair { ours_first, ours, gloo });
+            let [Some(ours), Some(peer)] = turns else { bail!("a turn is missing") };
+            pairs.push(Pair { ours_first, ours, peer });
         }
         Ok(Outcome { iters, pairs })
     }
 
-    fn ours(&self, what: What, sizes: &[Size]) -> Vec<String> {
-        let mut words = vec![self.poseidon.clone()];
+    fn ours(&self, poseidon: &str, what: What, sizes: &[Size]) -> Vec<String> {
+        let mut words = vec![poseidon.to_owned()];
         words.extend(["bench", "exchange", "--in-cluster", "--turns"].map(str::to_owned));
         words.extend(["--bytes".to_owned(), list(sizes)]);
         match what {
@@ -228,6 +242,10 @@ impl Bench<'_> {
             What::AllReduce => words.extend(["--collective", "all_reduce"].map(str::to_owned)),
         }
         words
+    }
+
+    fn peer(&self) -> Peer {
+        if self.args.beside.is_some() { Peer::Other } else { Peer::Gloo }
     }
 
     fn gloo(&self, sizes: &[Size]) -> Vec<String> {
@@ -244,7 +262,7 @@ impl Bench<'_> {
 
     fn write(&self, summary: &Summary) -> Result<()> {
         let rows: String =
-            summary.cases.iter().map(|case| case.csv(&self.args.congestion)).collect();
+            summary.cases.iter().map(|case| case.csv(self.peer(), &self.args.congestion)).collect();
         record::write(&self.folder, "raw.csv", &format!("{CSV_HEADER}\n{rows}"))?;
         record::write(&self.folder, "summary.md", &summary.to_string())
     }
@@ -269,7 +287,7 @@ impl Contenders<'_> {
         if turn.is_err() {
             self.running[who] = None;
         }
-        turn.with_context(|| ["poseidon", "gloo"][who])
+        turn.with_context(|| ["poseidon", "its peer"][who])
     }
 }
 
@@ -303,7 +321,7 @@ mod tests {
     fn one_start_has_all_sizes() {
         let args = Line::parse_from(["links", "--sizes", "1MB,10MB", "--rows", "16"]).args;
         let bench = bench(&args, None);
-        let ours = |what| bench.ours(what, &args.sizes).join(" ");
+        let ours = |what| bench.ours("poseidon", what, &args.sizes).join(" ");
         let common = "poseidon bench exchange --in-cluster --turns --bytes 1048576,10485760";
         assert_eq!(ours(What::Push), common);
         assert_eq!(ours(What::Factors), format!("{common} --scheme sfb --rows 16"));
@@ -316,7 +334,7 @@ mod tests {
     fn cases_that_the_time_does_not_allow_are_not_reached() {
         let line = ["links", "--sizes", "100MB", "--what", "push,all_reduce", "--busy", "0,1"];
         let args = Line::parse_from(line).args;
-        let mut summary = Summary::new(10, "cubic", 32);
+        let mut summary = Summary::new(Peer::Gloo, 10, "cubic", 32);
         let network = Network { nodes: 8, mbit: 1000, queue: Size::mb(2) };
         // No cluster is made for nothing.
         bench(&args, Some(Instant::now())).network(network, &args.sizes, &mut summary).unwrap();

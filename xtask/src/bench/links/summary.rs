@@ -7,8 +7,35 @@ use crate::bench::size::Size;
 use crate::bench::turns::Turn;
 use std::fmt;
 
+/// Who is measured beside us.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Peer {
+    Gloo,
+    /// Another version of Poseidon.
+    Other,
+}
+
+impl Peer {
+    /// In tables and files.
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Self::Gloo => "gloo",
+            Self::Other => "other",
+        }
+    }
+
+    /// In sentences.
+    fn words(self) -> &'static str {
+        match self {
+            Self::Gloo => "Gloo",
+            Self::Other => "the other Poseidon",
+        }
+    }
+}
+
 /// All that was found out.
 pub(crate) struct Summary {
+    peer: Peer,
     pairs: usize,
     congestion: String,
     rows: u64,
@@ -36,7 +63,7 @@ pub(crate) struct Outcome {
 pub(crate) struct Pair {
     pub(crate) ours_first: bool,
     pub(crate) ours: Turn,
-    pub(crate) gloo: Turn,
+    pub(crate) peer: Turn,
 }
 
 /// First line of `raw.csv`.
@@ -48,9 +75,10 @@ const TARGET: f64 = 0.95;
 const FROM: Size = Size::mb(10);
 
 impl Summary {
-    pub(crate) fn new(pairs: usize, congestion: &str, rows: u64) -> Self {
+    pub(crate) fn new(peer: Peer, pairs: usize, congestion: &str, rows: u64) -> Self {
         let (cases, left_out, not_reached) = (Vec::new(), Vec::new(), Vec::new());
-        Self { pairs, congestion: congestion.to_owned(), rows, cases, left_out, not_reached }
+        let congestion = congestion.to_owned();
+        Self { peer, pairs, congestion, rows, cases, left_out, not_reached }
     }
 
     /// How many cases failed.
@@ -67,26 +95,29 @@ impl Summary {
 
 impl Measured {
     /// A line for the terminal.
-    pub(crate) fn line(&self) -> String {
+    pub(crate) fn line(&self, peer: Peer) -> String {
         let Ok(outcome) = &self.outcome else { return format!("{}: failed", self.case) };
-        let [ours, gloo] = outcome.medians(Turn::seconds);
+        let [ours, theirs] = outcome.medians(Turn::seconds);
         let ratio = outcome.ratio();
         format!(
-            "{}: poseidon {ours:.4} s, gloo {gloo:.4} s, {} {}",
+            "{}: poseidon {ours:.4} s, {} {theirs:.4} s, {} {}",
             self.case,
+            peer.name(),
             ratio,
             ratio.verdict().word()
         )
     }
 
     /// Its lines of `raw.csv`; failed cases have none.
-    pub(crate) fn csv(&self, congestion: &str) -> String {
+    pub(crate) fn csv(&self, peer: Peer, congestion: &str) -> String {
         let Case { network, what, busy, size } = self.case;
         let Ok(outcome) = &self.outcome else { return String::new() };
         let mut text = String::new();
         for (number, pair) in outcome.pairs.iter().enumerate() {
-            let turns =
-                [("poseidon", &pair.ours, !pair.ours_first), ("gloo", &pair.gloo, pair.ours_first)];
+            let turns = [
+                ("poseidon", &pair.ours, !pair.ours_first),
+                (peer.name(), &pair.peer, pair.ours_first),
+            ];
             for (name, turn, second) in turns {
                 let (m, turn_number) = (&turn.measurement, 1 + u8::from(second));
                 text += &format!(
@@ -112,22 +143,22 @@ impl Measured {
 }
 
 impl Outcome {
-    /// How many times as long Gloo takes.
+    /// How many times as long the peer takes.
     fn ratio(&self) -> Ratio {
-        let ratios = self.pairs.iter().map(|pair| pair.gloo.seconds() / pair.ours.seconds());
+        let ratios = self.pairs.iter().map(|pair| pair.peer.seconds() / pair.ours.seconds());
         let nothing = f64::NAN;
         let unknown = Ratio { median: nothing, low: nothing, high: nothing, confidence: 0.0 };
         Ratio::of(ratios.collect()).unwrap_or(unknown)
     }
 
-    /// Medians over the pairs: ours, Gloo's.
+    /// Medians over the pairs: ours, the peer's.
     fn medians(&self, value: impl Fn(&Turn) -> f64) -> [f64; 2] {
         let of = |turns: Vec<f64>| median(turns).unwrap_or(f64::NAN);
         let ours = self.pairs.iter().map(|pair| value(&pair.ours)).collect();
-        [of(ours), of(self.pairs.iter().map(|pair| value(&pair.gloo)).collect())]
+        [of(ours), of(self.pairs.iter().map(|pair| value(&pair.peer)).collect())]
     }
 
-    /// Parts of the link by wire bytes: ours, Gloo's.
+    /// Parts of the link by wire bytes: ours, the peer's.
     fn link_use(&self, case: &Case) -> [f64; 2] {
         let rate = case.network.bytes_per_second();
         self.medians(|turn| turn.wire / turn.seconds() / rate)
@@ -149,11 +180,13 @@ impl fmt::Display for Summary {
              Buffers exchanged by nodes whose ports have the given rate each way and a queue of the given size, TCP with {}. \
              Both contenders are on all nodes and take turns: {} pairs of turns, begun by either in turn. \
              Seconds are of an exchange, of its slowest node: the mean over a turn, the median over turns. \
-             *gloo / poseidon* is how many times as long Gloo takes: the median over pairs and, in brackets, its interval by \
+             *{} / poseidon* is how many times as long {} takes: the median over pairs and, in brackets, its interval by \
              order statistics of the pairs' ratios, which has the true median in it with {:.1}% probability. A case is slower or \
              faster if the whole interval is on one side of 1.\n",
             self.congestion,
             self.pairs,
+            self.peer.name(),
+            self.peer.words(),
             100.0 * confidence
         )?;
         if confidence < WANTED {
@@ -168,22 +201,23 @@ impl fmt::Display for Summary {
              then. KB and MB are powers of 1024.\n",
             self.rows
         )?;
+        let peer = self.peer.name();
         writeln!(
             f,
-            "| nodes | Mbit/s | queue | size | what | busy | poseidon | gloo | gloo / poseidon | | link, poseidon | \
-             link, gloo | CPU, poseidon | CPU, gloo |\n\
+            "| nodes | Mbit/s | queue | size | what | busy | poseidon | {peer} | {peer} / poseidon | | link, poseidon | \
+             link, {peer} | CPU, poseidon | CPU, {peer} |\n\
              | ---: | ---: | ---: | ---: | --- | ---: | ---: | ---: | ---: | --- | ---: | ---: | ---: | ---: |"
         )?;
         for (case, outcome) in self.seen() {
             let ratio = outcome.ratio();
-            let [ours, gloo] = outcome.medians(Turn::seconds);
-            let [our_link, gloo_link] = outcome.link_use(case);
-            let [our_cpu, gloo_cpu] = outcome.medians(Turn::cpu);
+            let [ours, theirs] = outcome.medians(Turn::seconds);
+            let [our_link, their_link] = outcome.link_use(case);
+            let [our_cpu, their_cpu] = outcome.medians(Turn::cpu);
             let low = fills_link(case) && our_link < TARGET;
             let our_link = format!("{:.1}%", 100.0 * our_link);
             writeln!(
                 f,
-                "| {} | {} | {} | {} | {} | {} | {ours:.4} s | {gloo:.4} s | {} | {} | {} | {:.1}% | {our_cpu:.4} s | {gloo_cpu:.4} s |",
+                "| {} | {} | {} | {} | {} | {} | {ours:.4} s | {theirs:.4} s | {} | {} | {} | {:.1}% | {our_cpu:.4} s | {their_cpu:.4} s |",
                 case.network.nodes,
                 case.network.mbit,
                 case.network.queue,
@@ -193,7 +227,7 @@ impl fmt::Display for Summary {
                 ratio,
                 ratio.verdict().word(),
                 if low { format!("**{our_link}**") } else { our_link },
-                100.0 * gloo_link
+                100.0 * their_link
             )?;
         }
         self.targets(f)?;
@@ -225,7 +259,8 @@ impl Summary {
         writeln!(
             f,
             "\n## Targets\n\n| target | measured | verdict |\n| --- | --- | --- |\n\
-             | never slower than Gloo | of {all} cases {} faster, {} no difference, {slower} slower | {} |",
+             | never slower than {} | of {all} cases {} faster, {} no difference, {slower} slower | {} |",
+            self.peer.words(),
             count(Verdict::Faster),
             count(Verdict::Equal),
             judged(slower == 0)
@@ -241,16 +276,17 @@ impl Summary {
                 judged(low == 0)
             )?;
         }
+        let peer = self.peer.words();
         let cpu = |outcome: &Outcome| {
-            let [ours, gloo] = outcome.medians(Turn::cpu);
-            ours / gloo
+            let [ours, theirs] = outcome.medians(Turn::cpu);
+            ours / theirs
         };
         let above = self.seen().filter(|(_, outcome)| cpu(outcome) > 1.0).count();
         let middle =
             median(self.seen().map(|(_, outcome)| cpu(outcome)).collect()).unwrap_or(f64::NAN);
         writeln!(
             f,
-            "| aim: CPU not above Gloo's | {above} of {all} cases above; median of all cases {middle:.2} of Gloo's | {} |",
+            "| aim: CPU not above that of {peer} | {above} of {all} cases above; median of all cases {middle:.2} times | {} |",
             judged(above == 0)
         )
     }
@@ -280,7 +316,7 @@ mod tests {
         let pair = |number: usize| Pair {
             ours_first: number.is_multiple_of(2),
             ours: turn(1000.0, 960_000.0),
-            gloo: turn(1000.0 * (from + number as f64 / 100.0), 970_000.0),
+            peer: turn(1000.0 * (from + number as f64 / 100.0), 970_000.0),
         };
         Measured {
             case: case(size),
@@ -298,7 +334,7 @@ mod tests {
 
     #[test]
     fn the_summary_has_every_case_and_marks_what_is_missed() {
-        let mut summary = Summary::new(10, "cubic", 32);
+        let mut summary = Summary::new(Peer::Gloo, 10, "cubic", 32);
         summary.cases.push(measured(Size::mb(10), 0.5));
         summary.cases.push(Measured {
             case: case(Size::mb(1)),
