@@ -130,6 +130,8 @@ struct Contenders<'a> {
 /// Their places in [`Contenders`].
 const OURS: usize = 0;
 const PEER: usize = 1;
+/// Where another version meets: ours has the usual port.
+const OTHER_PORT: &str = "MASTER_PORT=29700";
 
 impl Bench<'_> {
     fn run(&self, machine: Machine) -> Result<Summary> {
@@ -186,7 +188,8 @@ impl Bench<'_> {
             contenders.words[OURS] = self.ours(&self.poseidon, what, sizes);
             if let Some(other) = &self.args.beside {
                 contenders.running[PEER] = None;
-                contenders.words[PEER] = self.ours(other, what, sizes);
+                contenders.words[PEER] = ["env".to_owned(), OTHER_PORT.to_owned()].to_vec();
+                contenders.words[PEER].extend(self.ours(other, what, sizes));
             }
             for case in cases(what) {
                 if !self.fits(OVERHEAD * network.seconds(case.size, self.effort)) {

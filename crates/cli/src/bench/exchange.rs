@@ -57,6 +57,11 @@ pub(crate) struct Args {
     #[arg(long, value_name = "K", default_value_t = 32, value_parser = at_least_1)]
     rows: u16,
 
+    /// With --scheme ps: the model is this many layers of equal size. Gradients are sent from the last
+    /// layer to the first, as a backward pass ends with them.
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = at_least_1)]
+    layers: u16,
+
     /// Have a group sum a tensor of --bytes, instead of synchronising a model.
     #[arg(long, value_enum, conflicts_with = "scheme")]
     collective: Option<Collective>,
@@ -246,11 +251,11 @@ impl Args {
         let what = match (self.collective, self.scheme) {
             (Some(Collective::AllReduce), _) => What::AllReduce,
             (None, Scheme::Sfb) => What::Factors { rows: self.rows.into() },
-            (None, _) => What::Push,
+            (None, _) => What::Push { layers: self.layers.into() },
         };
         let sums = self.optimizer == Optimizer::Reduce(Reduction::Sum);
         ensure!(
-            what == What::Push || sums,
+            matches!(what, What::Push { .. }) || sums,
             "factors and collectives are measured as sums: expected --optimizer sum, got {}",
             self.optimizer
         );

@@ -10,17 +10,17 @@ pub(crate) use barrier::Barrier;
 pub(crate) use gradient::RATE;
 
 use factors::FactorLayer;
-use gradient::Gradient;
+use gradient::Gradients;
 use poseidon::session::Builder;
-use poseidon::{Layer, LayerKind, Optimizer, Policy, Session};
+use poseidon::{Layer, LayerId, LayerKind, Optimizer, Policy, Session};
 use std::sync::Arc;
 use tensor::GroupTensor;
 
 /// What is exchanged.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum What {
-    /// A layer's gradient, through the shards.
-    Push,
+    /// The gradients of so many equal layers, through the shards.
+    Push { layers: usize },
     /// The gradient of a fully connected layer, by this many rows of factors from each worker.
     Factors { rows: usize },
     /// A tensor, by the all_reduce of a group.
@@ -43,7 +43,7 @@ impl What {
     /// Its name in reports.
     pub(crate) fn name(self) -> &'static str {
         match self {
-            Self::Push => "push",
+            Self::Push { .. } => "push",
             Self::Factors { .. } => "factors",
             Self::AllReduce => "all_reduce",
         }
@@ -51,19 +51,22 @@ impl What {
 
     /// Adds to a session what it has to know of buffers of these sizes.
     pub(crate) fn describe(self, builder: Builder, sizes: &[usize]) -> Builder {
-        let layer = |&bytes| match self {
-            Self::Push => Some(Layer::new(layer_name(bytes), length(bytes))),
+        let layers = |&bytes| match self {
+            Self::Push { layers } => {
+                let layer = |(number, len)| Layer::new(layer_name(bytes, number), len);
+                cut(length(bytes), layers).enumerate().map(layer).collect()
+            }
             Self::Factors { .. } => {
                 let (m, n) = shape(length(bytes));
                 let kind = LayerKind::Fc { m, n };
-                Some(Layer { kind, ..Layer::new(layer_name(bytes), m * n) })
+                vec![Layer { kind, ..Layer::new(layer_name(bytes, 0), m * n) }]
             }
-            Self::AllReduce => None,
+            Self::AllReduce => Vec::new(),
         };
-        let builder = builder.layer(Layer::new(BARRIER, 1)).layers(sizes.iter().filter_map(layer));
+        let builder = builder.layer(Layer::new(BARRIER, 1)).layers(sizes.iter().flat_map(layers));
         match self {
             Self::Factors { rows } => builder.scheme(Policy::Sfb).batch(rows),
-            Self::Push | Self::AllReduce => builder,
+            Self::Push { .. } | Self::AllReduce => builder,
         }
     }
 
@@ -86,13 +89,21 @@ impl What {
         let barrier = Barrier::of_layer(session, layer, !optimizer.is_stateless())?;
         let mut payloads: Vec<Box<dyn Payload>> = Vec::new();
         for &bytes in sizes {
-            let layer = session.layer(&layer_name(bytes))?;
             payloads.push(match self {
                 Self::Factors { rows } => {
                     let (m, n) = shape(length(bytes));
+                    let layer = session.layer(&layer_name(bytes, 0))?;
                     Box::new(FactorLayer::new(session, layer, [m, n, rows])?)
                 }
-                _ => Box::new(Gradient::new(session, layer, length(bytes), optimizer)?),
+                Self::Push { layers } => {
+                    let layer = |(number, len)| -> anyhow::Result<(LayerId, usize)> {
+                        Ok((session.layer(&layer_name(bytes, number))?, len))
+                    };
+                    let layers = cut(length(bytes), layers).enumerate().map(layer);
+                    let layers = layers.collect::<anyhow::Result<Vec<_>>>()?;
+                    Box::new(Gradients::new(session, &layers, optimizer)?)
+                }
+                Self::AllReduce => continue,
             });
         }
         Ok((barrier, payloads))
@@ -102,8 +113,14 @@ impl What {
 /// The layer by which workers meet.
 const BARRIER: &str = "barrier";
 
-fn layer_name(bytes: usize) -> String {
-    format!("model of {bytes} bytes")
+fn layer_name(bytes: usize, number: usize) -> String {
+    format!("layer {number} of {bytes} bytes")
+}
+
+/// The lengths of up to `layers` layers of `len` numbers altogether. None is empty.
+fn cut(len: usize, layers: usize) -> impl Iterator<Item = usize> {
+    let layers = layers.clamp(1, len.max(1));
+    (0..layers).map(move |number| (number + 1) * len / layers - number * len / layers)
 }
 
 fn length(bytes: usize) -> usize {
@@ -119,6 +136,12 @@ fn shape(len: usize) -> (usize, usize) {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn layers_are_nearly_equal_and_have_all_numbers() {
+        assert_eq!(cut(10, 3).collect::<Vec<_>>(), [3, 3, 4]);
+        assert_eq!(cut(2, 5).collect::<Vec<_>>(), [1, 1]);
+    }
 
     #[test]
     fn matrices_are_nearly_square_and_have_all_numbers() {

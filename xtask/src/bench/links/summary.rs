@@ -361,7 +361,7 @@ mod tests {
 
     #[test]
     fn every_turn_has_a_line_with_a_value_for_every_column() {
-        let text = measured(Size::mb(10), 1.0).csv("cubic");
+        let text = measured(Size::mb(10), 1.0).csv(Peer::Gloo, "cubic");
         assert_eq!(text.lines().count(), 20);
         let columns = CSV_HEADER.split(',').count();
         assert!(text.lines().all(|line| line.split(',').count() == columns), "{text}");

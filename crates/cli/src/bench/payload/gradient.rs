@@ -1,12 +1,15 @@
-//! A layer's gradient that goes through the shards.
+//! Gradients that go through the shards.
 
 use super::Payload;
 use anyhow::ensure;
 use poseidon::{Buffer, Clock, LayerId, Optimizer, Session};
 use poseidon_core::optim::{Step, state_of};
 
+/// A model: gradients of its layers. The last layer's goes first, as in a backward pass.
+pub(super) struct Gradients(Vec<Gradient>);
+
 /// One layer of a session.
-pub(super) struct Gradient {
+struct Gradient {
     layer: LayerId,
     rank: u16,
     gradient: Buffer,
@@ -20,8 +23,42 @@ pub(crate) const RATE: f32 = 0.01;
 /// Values repeat with this period, so that results can be checked against a small reference.
 const PERIOD: usize = 64;
 
-impl Gradient {
+impl Gradients {
+    /// `layers` are those of the model, and how many numbers each has.
     pub(super) fn new(
+        session: &Session,
+        layers: &[(LayerId, usize)],
+        optimizer: &Optimizer,
+    ) -> anyhow::Result<Self> {
+        let gradient =
+            |&(layer, len): &(LayerId, usize)| Gradient::new(session, layer, len, optimizer);
+        Ok(Self(layers.iter().map(gradient).collect::<anyhow::Result<_>>()?))
+    }
+}
+
+impl Payload for Gradients {
+    fn fill(&mut self, iteration: u32) {
+        for Gradient { gradient, rank, .. } in &mut self.0 {
+            fill(gradient, *rank, iteration);
+        }
+    }
+
+    fn exchange(&mut self, session: &Session) -> anyhow::Result<()> {
+        self.0.iter_mut().rev().try_for_each(|layer| layer.send(session))?;
+        self.0.iter_mut().try_for_each(|layer| layer.receive(session))
+    }
+
+    fn check(&mut self, iteration: u32) -> anyhow::Result<()> {
+        for layer in &mut self.0 {
+            let result = layer.parameters.as_ref().unwrap_or(&layer.gradient);
+            layer.reference.check(result, iteration)?;
+        }
+        Ok(())
+    }
+}
+
+impl Gradient {
+    fn new(
         session: &Session,
         layer: LayerId,
         len: usize,
@@ -36,19 +73,17 @@ impl Gradient {
         let gradient = Buffer::zeroed(len);
         Ok(Self { layer, rank: session.rank(), gradient, parameters, reference })
     }
-}
 
-impl Payload for Gradient {
-    fn fill(&mut self, iteration: u32) {
-        fill(&mut self.gradient, self.rank, iteration);
-    }
-
-    fn exchange(&mut self, session: &Session) -> anyhow::Result<()> {
+    fn send(&mut self, session: &Session) -> anyhow::Result<()> {
         let gradient = std::mem::take(&mut self.gradient);
         match self.parameters.take() {
             Some(old) => session.send_into(self.layer, gradient, old)?,
             None => session.send(self.layer, gradient)?,
         }
+        Ok(())
+    }
+
+    fn receive(&mut self, session: &Session) -> anyhow::Result<()> {
         let received = session.receive(self.layer)?;
         match received.gradient {
             Some(gradient) => {
@@ -57,11 +92,6 @@ impl Payload for Gradient {
             None => self.gradient = received.result,
         }
         Ok(())
-    }
-
-    fn check(&mut self, iteration: u32) -> anyhow::Result<()> {
-        let result = self.parameters.as_ref().unwrap_or(&self.gradient);
-        self.reference.check(result, iteration)
     }
 }
 
