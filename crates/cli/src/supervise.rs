@@ -14,6 +14,7 @@
 //! A process is over when it has ended *and* its output has: until then it is not reaped, which
 //! keeps its process id, and so its group's, from being given to a stranger we might signal.
 
+mod heap;
 mod output;
 mod run;
 mod signals;
@@ -185,6 +186,7 @@ pub(crate) fn run(processes: Vec<Process>, options: Options) -> Result<Outcome, 
 
 impl Supervisor {
     pub(crate) fn new() -> Self {
+        heap::share_one();
         let (events, inbox) = mpsc::channel();
         Self { events, inbox }
     }

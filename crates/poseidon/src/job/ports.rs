@@ -5,7 +5,7 @@ use crate::job::control::{Asker, Join, Message, Reply};
 use crate::job::link_rate::{LANES_IN_DOUBT, LinkRate, Measured, ROUNDS};
 use crate::job::rounds::{Posted, Rounds, deadline};
 use poseidon_core::cluster::ClusterError;
-use poseidon_core::port::{judge_measured, lanes_for, merge_rates};
+use poseidon_core::port::{judge_measured, lanes_for, level_fast, merge_rates};
 use poseidon_core::{Cluster, NodeId, Port, Rate};
 use std::collections::BTreeMap;
 use std::time::Instant;
@@ -95,11 +95,19 @@ impl Claims {
         cluster.with_lanes(lanes)?.with_hosts(self.hosts.clone(), self.racks.clone())
     }
 
+    /// What one interface of a host carries, as far as it was measured.
+    fn measured(&self, host: u16, seen: &[(NodeId, NodeId, Rate)]) -> Option<Rate> {
+        let here = |end: NodeId| self.hosts.get(end.index()) == Some(&host);
+        let out = seen.iter().filter(|(from, ..)| here(*from)).map(|seen| seen.2).max();
+        let back = seen.iter().filter(|(_, to, _)| here(*to)).map(|seen| seen.2).max();
+        out.into_iter().chain(back).min().map(judge_measured)
+    }
+
     /// `cluster` with its ports and lanes, when `seen` has what was measured: who sent to whom, and
     /// how fast.
     ///
     /// Of each way through a port the fastest counts, and of the two ways the slower one: layers
-    /// need both alike. Nodes of one host that give the same rate share a port of it. A node whose
+    /// need both alike. Fast ports that were measured count as equal. Nodes of one host that give the same rate share a port of it. A node whose
     /// budget is smaller than its part of its host's port has a port of its own. A port that was not
     /// measured counts as the fastest one.
     pub(crate) fn settle(
@@ -112,11 +120,12 @@ impl Claims {
         let mut numbers: BTreeMap<(u16, Option<usize>, Option<Rate>), u16> = BTreeMap::new();
         let mut rates: Vec<Option<Rate>> = Vec::new();
         let mut ports = Vec::new();
+        let hosts = self.hosts.iter().max().map_or(0, |last| last + 1);
+        let mut by_host: Vec<Option<Rate>> =
+            (0..hosts).map(|host| self.measured(host, seen)).collect();
+        level_fast(by_host.iter_mut().flatten());
         let measured = |host: u16| {
-            let here = |end: NodeId| self.hosts.get(end.index()) == Some(&host);
-            let out = seen.iter().filter(|(from, ..)| here(*from)).map(|seen| seen.2).max();
-            let back = seen.iter().filter(|(_, to, _)| here(*to)).map(|seen| seen.2).max();
-            let rate = out.into_iter().chain(back).min().map(judge_measured)?;
+            let rate = by_host[usize::from(host)]?;
             // Lane 0 is measured, which uses one of the interfaces. Those without a lane do not count.
             let first = self.hosts.iter().position(|of| *of == host)?;
             let lanes = if self.lanes_by_rate { u16::MAX } else { self.lanes };
@@ -286,6 +295,19 @@ mod tests {
         // What comes in as fast as anywhere and leaves slowly is slow.
         let cluster = settled(&claims, &[(0, 1, 900), (1, 2, 900), (2, 3, 90), (3, 0, 900)]);
         assert_eq!(ports(&cluster), [(0, 900), (1, 900), (2, 90), (3, 90)]);
+    }
+
+    /// The cores were busy while ports of 10 Gbit/s were measured.
+    #[test]
+    fn fast_ports_that_were_measured_count_as_equal() {
+        let claims = claims(&[LinkRate::Measured; 4], &[0, 1, 2, 3]);
+        let noisy = [(0, 1, 8_800), (1, 2, 8_700), (2, 3, 5_600), (3, 0, 9_100)];
+        let equal: Vec<_> = (0..4).map(|port| (port, 8_700)).collect();
+        assert_eq!(ports(&settled(&claims, &noisy)), equal);
+        assert!(settled(&claims, &noisy).in_a_ring().is_ring());
+        // Slow ones are told apart.
+        let slow = [(0, 1, 9_000), (1, 0, 9_000), (2, 3, 940), (3, 2, 940)];
+        assert_eq!(ports(&settled(&claims, &slow)), [(0, 9_000), (1, 9_000), (2, 940), (3, 940)]);
     }
 
     #[test]
