@@ -107,7 +107,7 @@ impl Claims {
     /// how fast.
     ///
     /// Of each way through a port the fastest counts, and of the two ways the slower one: layers
-    /// need both alike. Fast ports that were measured count as equal. Nodes of one host that give the same rate share a port of it. A node whose
+    /// need both alike. On a fast network, ports that were measured count as equal. Nodes of one host that give the same rate share a port of it. A node whose
     /// budget is smaller than its part of its host's port has a port of its own. A port that was not
     /// measured counts as the fastest one.
     pub(crate) fn settle(
@@ -305,6 +305,8 @@ mod tests {
         let equal: Vec<_> = (0..4).map(|port| (port, 8_700)).collect();
         assert_eq!(ports(&settled(&claims, &noisy)), equal);
         assert!(settled(&claims, &noisy).in_a_ring().is_ring());
+        let noisier = [(0, 1, 6_200), (1, 2, 6_200), (2, 3, 2_400), (3, 0, 6_200)];
+        assert!(settled(&claims, &noisier).in_a_ring().is_ring());
         // Slow ones are told apart.
         let slow = [(0, 1, 9_000), (1, 0, 9_000), (2, 3, 940), (3, 2, 940)];
         assert_eq!(ports(&settled(&claims, &slow)), [(0, 9_000), (1, 9_000), (2, 940), (3, 940)]);
