@@ -11,8 +11,11 @@ use std::collections::BTreeMap;
 /// largest first.
 ///
 /// The busiest port is as little busy as it can be. What stays is a host's own sum, which leaves
-/// through its port and comes back: no step is shorter than that takes at the slowest host.
+/// through its port and comes back: no step is shorter than that takes at the slowest host. In a ring
+/// every port carries about as much as any other, whatever its host holds, so hosts hold equal parts.
 pub fn shares(cluster: &Cluster) -> Option<Vec<(NodeId, u32)>> {
+    let level = cluster.is_ring().then(|| cluster.clone().with_level_ports());
+    let cluster = level.as_ref().unwrap_or(cluster);
     let tree = Tree::new(cluster);
     let traffic = Traffic::new(cluster, &tree);
     let share = |node: NodeId| {

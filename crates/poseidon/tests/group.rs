@@ -429,6 +429,21 @@ fn a_group_of_several_lanes_ends_as_one() {
         assert!(words.contains("all_reduce(sum) of 1000000 float32 on rank"), "{words}");
         assert!(words.contains("all_reduce(sum) of 100 float32 on rank 1"), "{words}");
     }
+    // A part of rank 0's tensors is as long as the whole of rank 1's.
+    let links = Links { lanes: Some(2), ..MEMORY };
+    let errors = run_with(&[2], links, |group| {
+        let len = if group.rank() == 0 { 128 << 10 } else { 64 << 10 };
+        let (mut own, mut rows) = (vec![1f32; len], vec![vec![0f32; len]; 2]);
+        let (input, outputs) = (tensor(&mut own), tensors(&mut rows));
+        act(group, Request::AllGather { input, outputs }).unwrap_err().to_string()
+    });
+    for words in &errors {
+        assert!(
+            words.contains("all_gather of float32, long enough for 2 lanes on rank 0"),
+            "{words}"
+        );
+        assert!(words.contains("all_gather of float32 on rank 1"), "{words}");
+    }
     // Somebody stops the group while others wait for all of its lanes.
     let errors = run_with(&[3], links, move |group| {
         let mut x = vec![1f32; LARGE];

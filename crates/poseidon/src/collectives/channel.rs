@@ -342,7 +342,8 @@ unsafe impl Channel for GroupChannel {
             let node = format!("node {}", header.sender);
             return Err(Error::Garbage { node, why: "a frame of a group it is not in".into() });
         };
-        if !matches!(kind, Kind::Collective | Kind::Message) || length > PIECE {
+        let known = kind == Kind::Collective || (kind == Kind::Message && self.lane == HOME);
+        if !known || length > PIECE {
             let why = format!("a {kind:?} frame of {length} bytes for a group");
             return Err(Error::Garbage { node: self.name(rank), why });
         }

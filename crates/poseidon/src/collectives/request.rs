@@ -311,6 +311,8 @@ impl fmt::Display for Words {
             1 => write!(f, "{name}({op}) of {count} {dtype}"),
             2 => write!(f, "{name} of {count} {dtype} from rank {root}"),
             3 => write!(f, "{name}({op}) of {count} {dtype} to rank {root}"),
+            4 if root > 1 => write!(f, "{name} of {dtype}, long enough for {root} lanes"),
+            5 if root > 1 => write!(f, "{name}({op}) of {dtype}, long enough for {root} lanes"),
             5 => write!(f, "{name}({op}) of {dtype}"),
             6 => write!(f, "{name} of {dtype} to rank {root}"),
             7 => write!(f, "{name} of {dtype} from rank {root}"),

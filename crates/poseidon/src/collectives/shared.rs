@@ -5,7 +5,7 @@
 //! lane, because one thread cannot keep a fast port busy. The group ends as one: if a lane's channel
 //! fails, those of the other lanes fail for the same reason.
 
-use super::request::Request;
+use super::request::{Request, is_uneven};
 use super::start_order::Start;
 use super::work::Completion;
 use crate::Error;
@@ -94,12 +94,19 @@ impl Shared {
             self.changed.notify_all();
             return 0;
         }
-        let collective = request.is_collective().then(|| {
+        let mut collective = request.is_collective().then(|| {
             state.collectives += 1;
             (state.collectives - 1, request.signature())
         });
         let parts = request.cut(state.commands.len(), self.ranks);
         let count = parts.len();
+        // Where frames do not state the length of the whole, ranks could cut differently and not notice.
+        if let Some((_, signature)) = &mut collective
+            && count > 1
+            && is_uneven(signature.operation)
+        {
+            signature.root = count as u16;
+        }
         completion.expect_parts(count);
         for (commands, request) in state.commands.iter_mut().zip(parts) {
             let completion = completion.clone();

@@ -113,6 +113,7 @@ impl Work {
             return false;
         }
         *followed = Some(name);
+        drop(followed);
         // No thread may be waiting for the operation: the lane's own thread has to drive it.
         self.driver.kick();
         true

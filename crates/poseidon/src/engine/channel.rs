@@ -1,4 +1,4 @@
-//! What runs over an engine's links: a session's part on one lane, or a group.
+//! What runs over an engine's links: the part of a session or of a group on one lane.
 
 use super::outbox::{Message, Payload};
 use super::peer::Peer;

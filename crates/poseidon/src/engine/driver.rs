@@ -343,7 +343,7 @@ impl Driver {
 
     /// Gives the lock back. Unless `settled`, the engine's own thread is told to drive on what is
     /// under way.
-    fn let_go<'a>(&'a self, mut driven: MutexGuard<'a, Driven>, settled: bool) {
+    fn let_go<'a>(&'a self, mut driven: MutexGuard<'a, Driven>, mut settled: bool) {
         loop {
             let orphaned = !settled && !driven.engine.is_idle();
             let stopped = driven.stopped;
@@ -370,6 +370,8 @@ impl Driver {
             let Some(again) = self.try_take() else { return };
             driven = again;
             self.turn(&mut driven);
+            // These orders may be of others, for whom nobody drives.
+            settled = false;
         }
     }
 }

@@ -100,7 +100,7 @@ impl Claims {
         let here = |end: NodeId| self.hosts.get(end.index()) == Some(&host);
         let out = seen.iter().filter(|(from, ..)| here(*from)).map(|seen| seen.2).max();
         let back = seen.iter().filter(|(_, to, _)| here(*to)).map(|seen| seen.2).max();
-        out.into_iter().chain(back).min().map(judge_measured)
+        out.into_iter().chain(back).min()
     }
 
     /// `cluster` with its ports and lanes, when `seen` has what was measured: who sent to whom, and
@@ -124,6 +124,7 @@ impl Claims {
         let mut by_host: Vec<Option<Rate>> =
             (0..hosts).map(|host| self.measured(host, seen)).collect();
         level_fast(by_host.iter_mut().flatten());
+        by_host.iter_mut().flatten().for_each(|rate| *rate = judge_measured(*rate));
         let measured = |host: u16| {
             let rate = by_host[usize::from(host)]?;
             // Lane 0 is measured, which uses one of the interfaces. Those without a lane do not count.
@@ -152,12 +153,13 @@ impl Claims {
             }
             ports.push(number);
         }
+        // Nothing goes over a port.
+        let one_host = self.hosts.iter().all(|host| *host == 0);
         // Every interface has a lane, or it would carry nothing.
         let most_interfaces = self.interfaces.iter().copied().max().unwrap_or(1);
         let Some(fastest) = rates.iter().flatten().copied().max() else {
             let cluster = cluster.with_lanes(match self.lanes_by_rate {
-                // Nothing goes over a port.
-                true if self.hosts.iter().all(|host| *host == 0) => 1,
+                true if one_host => 1,
                 true => self.lanes.min(LANES_IN_DOUBT).max(most_interfaces),
                 false => self.lanes,
             })?;
@@ -169,7 +171,7 @@ impl Claims {
         let slowest = rates.iter().copied().min().unwrap_or(fastest);
         // The lanes of all nodes of a host share its port.
         let by_rate = lanes_for(slowest, u16::MAX).div_ceil(self.fewest_on_a_host());
-        let by_rate = by_rate.min(self.lanes.max(1));
+        let by_rate = if one_host { 1 } else { by_rate.min(self.lanes.max(1)) };
         let lanes = if self.lanes_by_rate { by_rate.max(most_interfaces) } else { self.lanes };
         let port = |number: u16| Port { number, rate: rates[usize::from(number)] };
         let ports = ports.into_iter().map(port).collect();
@@ -307,6 +309,9 @@ mod tests {
         assert!(settled(&claims, &noisy).in_a_ring().is_ring());
         let noisier = [(0, 1, 6_200), (1, 2, 6_200), (2, 3, 2_400), (3, 0, 6_200)];
         assert!(settled(&claims, &noisier).in_a_ring().is_ring());
+        // Above 11 Gbit/s a port counts as one of 40: so do its equals that were measured below that.
+        let threshold = [(0, 1, 12_000), (1, 2, 12_000), (2, 3, 9_900), (3, 0, 12_000)];
+        assert!(settled(&claims, &threshold).in_a_ring().is_ring());
         // Slow ones are told apart.
         let slow = [(0, 1, 9_000), (1, 0, 9_000), (2, 3, 940), (3, 2, 940)];
         assert_eq!(ports(&settled(&claims, &slow)), [(0, 9_000), (1, 9_000), (2, 940), (3, 940)]);
