@@ -3,8 +3,8 @@
 /// Has all threads of this process share one heap, instead of up to eight for each core.
 ///
 /// A launcher has a thread for every connection, and they allocate little. With a heap for each of
-/// them a launcher of 16 workers grew by 3.6 MB an hour, though it kept nothing. With one heap it did
-/// not (`bench/runs/2026-11-18-soak-one-heap`).
+/// them a launcher of 16 workers grew by 3.6 MB an hour, though it kept nothing. With one
+/// heap it was 1.2 MB (`bench/runs/2026-11-18-soak-launcher`).
 pub(super) fn share_one() {
     // Other C libraries have one in any case.
     #[cfg(target_env = "gnu")]
