@@ -111,7 +111,8 @@ pub fn window(senders: usize, shares: usize, rate: Option<Rate>) -> usize {
 /// than the way holds waits in the sender's own queue, which may be short, too. So the window is twice
 /// what is under way when a port of `rate` is busy for a `round_trip`, and no more than a port's budget.
 /// A busy machine measures round trips that are too long. At 1 and at 10 Gbit/s on short ways, 64 KB
-/// were enough to be as fast as Gloo. Larger windows were not measured there.
+/// were enough to be as fast as Gloo. At 10 Gbit/s with queues of 256 KB, 128 KB were a little slower and
+/// 256 KB half as fast: packets were lost (`bench/runs/2026-11-18-windows-tried`).
 pub fn lone_window(lanes: usize, rate: Option<Rate>, round_trip: Option<Duration>) -> usize {
     let bytes = rate.map_or(0.0, |rate| rate.0 as f64 / 8.0);
     let time = round_trip.map_or(0.0, |time| (2.0 * time.as_secs_f64()).min(BUSY));

@@ -1,7 +1,8 @@
 //! Collective operations among the ranks of a group: what `torch.distributed` and MPI call them.
 //!
-//! A [`Group`] is a channel on its node's links, on every lane. [`Group::begin`] starts an operation and returns
-//! at once. [`Work::wait`] waits for its end, and does the work meanwhile if no other thread does.
+//! A [`Group`] has a channel on every lane of its node. [`Group::begin`] starts an operation and
+//! returns at once. [`Work::wait`] waits for its end, and does the work meanwhile if no other thread
+//! does.
 //!
 //! * `request`: what may be asked of a group. `tensor`: memory lent for an operation. `work`: how
 //!   an operation ended.
