@@ -235,3 +235,29 @@ def test_every_number_is_read_by_one_worker(tmp_path):
     assert sorted(keys) == sorted(all_of_them), "all of them, and none of them twice"
     sizes = [sum(share.values()) for share, _ in shares]
     assert max(sizes) < sum(sizes), sizes
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.uint8])
+def test_samples_are_few_and_from_all_over_a_tensor(dtype):
+    from poseidon.torch._checkpoint import _sample
+
+    whole = torch.arange(3 * 100_000).remainder(251).to(dtype)
+    sample = _sample(whole)
+    assert sample.numel() == 256 * 64
+    # Whatever tenth of it is another one, the sample is.
+    for tenth in range(10):
+        other = whole.clone()
+        other[tenth * 30_000 : (tenth + 1) * 30_000] += 1
+        assert not torch.equal(_sample(other), sample)
+    small = torch.arange(100).to(dtype)
+    assert torch.equal(_sample(small), small)
+    assert _sample(torch.empty(0, 3, dtype=dtype)).numel() == 0
+
+
+def test_a_sample_is_of_the_memory_as_it_lies():
+    from poseidon.torch._checkpoint import _sample
+
+    weight = torch.randn(64, 32, 5, 5).to(memory_format=torch.channels_last)
+    assert _sample(weight).data_ptr() == weight.data_ptr(), "nothing is copied"
+    gaps = torch.randn(300, 400)[:, ::2]
+    assert _sample(gaps).numel() == 256 * 64

@@ -43,8 +43,8 @@ _DTYPES = {name: dtype for dtype, name in _TYPES.items()}
 _LONGEST_NOTE = 1000
 # Pieces that are on their way to the other workers at once: enough that small ones do not wait for each other.
 _AT_ONCE = 64
-# Numbers of a row of which a GPU makes a sum: sums are few, and rows are as many as a GPU has work for.
-_ROW = 4096
+# Of a large tensor, runs of so many numbers at so many places are compared with the other workers'.
+_RUNS, _RUN = 256, 64
 
 
 def save(
@@ -188,10 +188,14 @@ class _Contents:
             self.rest["optimizer"] = self._take_vectors(model, optimizer)
 
     def digest(self, *_: Any) -> str:
-        """Differs if the common numbers do."""
+        """Differs if the common numbers are of another training, such as that of a worker which left a `join` early.
+
+        A training that differs at all differs in every tensor it steps, so samples tell, and they cost next to nothing
+        of a step. A number that went wrong by itself is what the comparison of replicas looks for.
+        """
         common = [numbers for numbers in self.common if numbers.held is None]
         kinds = [(numbers.layer, numbers.what, str(numbers.tensor.dtype)) for numbers in common]
-        facts = kinds, checksums([_in_rows(numbers.tensor) for numbers in common])
+        facts = kinds, checksums([[_sample(numbers.tensor)] for numbers in common])
         return hashlib.blake2b(json.dumps(facts).encode(), digest_size=16).hexdigest()
 
     def prepare(self, notes: Dict[str, Any]) -> str:
@@ -432,16 +436,21 @@ def _bytes(content: "bytes | bytearray") -> Tensor:
     return torch.frombuffer(bytearray(content), dtype=torch.uint8) if content else torch.empty(0, dtype=torch.uint8)
 
 
-def _in_rows(tensor: Tensor) -> List[Tensor]:
-    """All numbers of ``tensor``, in rows of which a GPU makes one sum each."""
-    flat = tensor.detach().reshape(-1)
-    if not flat.is_cuda:
-        return [flat]
-    if flat.element_size() not in (2, 4):
-        wide = flat.element_size() > 4
-        flat = flat.view(torch.int32) if wide else flat.to(torch.int32)
-    whole = len(flat) - len(flat) % _ROW
-    return [part for part in (flat[:whole].view(-1, _ROW), flat[whole:]) if part.numel()]
+def _sample(tensor: Tensor) -> Tensor:
+    """Runs of numbers from all over ``tensor``, or all of them if they are few, in the type that a GPU can sum."""
+    flat = _as_it_lies(tensor.detach())
+    if flat.numel() > _RUNS * _RUN:
+        flat = flat[: flat.numel() // _RUNS * _RUNS].view(_RUNS, -1)[:, :_RUN]
+    if flat.is_cuda and flat.element_size() not in (2, 4):
+        flat = flat.contiguous().view(torch.int32) if flat.element_size() > 4 else flat.to(torch.int32)
+    return flat
+
+
+def _as_it_lies(tensor: Tensor) -> Tensor:
+    """All numbers of ``tensor`` in the order of its memory, without a copy where there are no gaps."""
+    if tensor.numel() == sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride())) + 1:
+        return tensor.as_strided((tensor.numel(),), (1,))
+    return tensor.reshape(-1)
 
 
 def _dtype(name: Optional[str]) -> torch.dtype:
