@@ -11,6 +11,7 @@ mod hosts;
 mod links;
 mod measurement;
 mod plot;
+mod racks;
 mod ratio;
 mod record;
 mod resume;
@@ -64,6 +65,19 @@ pub(crate) enum Bench {
     Hosts(Box<hosts::Args>),
     /// Exchanges over rate-limited links beside Gloo, one network namespace per node; needs root
     Links(Box<links::Args>),
+    /// Exchanges between racks with a slow link, and with a server of several interfaces; needs root
+    ///
+    /// `racks`: nodes in racks sum a buffer in three ways: with the racks named (POSEIDON_RACK);
+    /// flat, where hosts are in a ring; and flat without a ring, straight between all nodes. The
+    /// table has the seconds of an exchange, the bytes on the link of a rack, and what `poseidon
+    /// plan` says of the same network.
+    ///
+    /// `box`: workers sum a buffer through one dedicated server, whose machine has several
+    /// interfaces (a PBox). One job uses all of them, and another one of them.
+    ///
+    /// All jobs of a part are on all nodes at the same time and take turns. It needs root and
+    /// iproute2, and no Python.
+    Racks(Box<racks::Args>),
     /// Whether training goes on bit by bit after a kill, what a checkpoint costs, and what slow workers
     /// cost; parts need root
     Resume(resume::Args),
@@ -97,6 +111,7 @@ pub(crate) fn run(bench: &Bench) -> Result<()> {
         Bench::Gpu(args) => gpu::run(args),
         Bench::Hosts(args) => hosts::run(args),
         Bench::Links(args) => links::run(args),
+        Bench::Racks(args) => racks::run(args),
         Bench::Resume(args) => resume::run(args),
         Bench::Torch(args) => torch::run(args),
         Bench::Trace(args) => trace::run(args),

@@ -420,29 +420,17 @@ impl Session {
         Ok(self.session()?.bandwidth_budget().map(Rate::bits))
     }
 
-    /// Fills `into` with what this node holds of the update rule's vectors, and of the parameters if
-    /// workers get them rounded; elsewhere they are 0. Returns the steps taken.
+    /// Puts into `into` what this node holds of the update rule's vectors, and of the parameters if
+    /// workers get them rounded. Other elements stay as they are. Returns the steps taken.
     fn rule_state(&self, py: Python<'_>, layer: u32, into: Vec<Memory>) -> PyResult<u64> {
         let session = self.session()?;
-        let state = py.detach(|| session.rule_state(LayerId(layer)));
-        let state = state.map_err(|error| raise(py, error))?;
-        let masters = Some(&state.masters).filter(|masters| !masters.is_empty());
-        let vectors: Vec<_> = state.vectors.iter().chain(masters).collect();
-        if vectors.len() != into.len() {
-            let (expected, got) = (vectors.len(), into.len());
-            return Err(PyValueError::new_err(format!("expected {expected} vectors, got {got}")));
-        }
-        for (vector, into) in vectors.into_iter().zip(into) {
-            let mut into = into.buffer(Encoding::F32)?;
-            if into.len() != vector.len() {
-                let (expected, got) = (vector.len(), into.len());
-                return Err(PyValueError::new_err(format!(
-                    "expected {expected} numbers, got {got}"
-                )));
-            }
-            into.copy_from_slice(vector);
-        }
-        Ok(state.steps)
+        let mut into =
+            into.into_iter().map(|m| m.buffer(Encoding::F32)).collect::<PyResult<Vec<_>>>()?;
+        let steps = py.detach(|| {
+            let mut into: Vec<&mut [f32]> = into.iter_mut().map(|buffer| &mut **buffer).collect();
+            session.rule_state_into(LayerId(layer), &mut into)
+        });
+        steps.map_err(|error| raise(py, error))
     }
 
     /// Elements of which `rule_state` has this node's state: the first of each run, and the first behind it.

@@ -288,6 +288,15 @@ impl Job {
         if self.deterministic { Order::Rank } else { Order::Arrival }
     }
 
+    /// The hosts of `cluster` in a ring where this job allows it. Sums in rank order are made straight
+    /// on the shards, and so are those of workers that do not wait for each other.
+    pub fn arrange(&self, cluster: Cluster) -> Cluster {
+        match self.deterministic || !self.consistency.is_bsp() {
+            true => cluster,
+            false => cluster.in_a_ring(),
+        }
+    }
+
     /// What a shard does with a complete chunk of `layer`.
     ///
     /// # Panics

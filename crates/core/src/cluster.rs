@@ -177,6 +177,28 @@ impl Cluster {
         self.ring
     }
 
+    /// These nodes as a cluster of their own, where each of them is a worker and holds shards. Its
+    /// hosts, racks and ports are those that the nodes have, numbered in the order of their first
+    /// nodes. They are not in a ring.
+    pub fn among(&self, nodes: &[NodeId]) -> Result<Self, ClusterError> {
+        let host_of = |node: &NodeId| self.hosts.get(node.index()).copied().unwrap_or(node.0);
+        let (hosts, first) = numbered(nodes.iter().map(host_of));
+        let rack_of = |host: &u16| self.racks.get(usize::from(*host)).copied().unwrap_or(0);
+        // Where nobody has named racks there are none, and hosts may be in a ring.
+        let racks = match self.racks.is_empty() {
+            true => Vec::new(),
+            false => numbered(first.iter().map(rack_of)).0,
+        };
+        let known: Vec<Port> =
+            nodes.iter().filter_map(|node| self.ports.get(node.index()).copied()).collect();
+        let (numbers, _) = numbered(known.iter().map(|port| port.number));
+        let ports = numbers.into_iter().zip(known);
+        let ports = ports.map(|(number, port)| Port { number, ..port }).collect();
+        Self::new(nodes.len() as u16, Servers::Colocated, self.lanes)?
+            .with_hosts(hosts, racks)?
+            .with_ports(ports)
+    }
+
     /// The same nodes as if each had a host of its own.
     pub fn apart(self) -> Self {
         Self { hosts: Vec::new(), racks: Vec::new(), ring: false, ..self }
@@ -374,6 +396,20 @@ impl TryFrom<String> for Servers {
     }
 }
 
+/// The places with new numbers, each new one the next; and by new number, the place's old one.
+fn numbered(places: impl Iterator<Item = u16>) -> (Vec<u16>, Vec<u16>) {
+    let mut known = Vec::new();
+    let mut number = |place: u16| {
+        let at = known.iter().position(|other| *other == place);
+        at.unwrap_or_else(|| {
+            known.push(place);
+            known.len() - 1
+        }) as u16
+    };
+    let numbers = places.map(&mut number).collect();
+    (numbers, known)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -402,6 +438,28 @@ mod tests {
         assert!(ring(of(4).with_ports(noisy.collect()).unwrap()));
         let equal = (0..4).map(|number| Port { number, ..port(0) }).collect();
         assert!(ring(of(4).with_ports(equal).unwrap()));
+    }
+
+    /// Two hosts of two nodes, a third host with one, and one with a node that is not asked for.
+    #[test]
+    fn some_nodes_are_a_cluster_with_their_hosts_racks_and_ports() {
+        let port = |number, mbit: u64| Port { number, rate: Rate::new(mbit * 1_000_000).unwrap() };
+        let (slow, fast) = (port(0, 100), port(1, 1000));
+        let whole = Cluster::new(5, Servers::Dedicated(1), 3).unwrap();
+        let whole = whole.with_hosts(vec![0, 1, 1, 2, 3, 3], vec![0, 1, 2, 1]).unwrap();
+        let ports = vec![slow, fast, fast, port(2, 1000), port(3, 500), port(3, 500)];
+        let whole = whole.with_ports(ports).unwrap();
+        let some = whole.among(&[4, 1, 3, 2].map(NodeId)).unwrap();
+        assert_eq!((some.workers(), some.servers(), some.lanes()), (4, Servers::Colocated, 3));
+        assert_eq!((some.hosts(), some.racks()), ([0, 1, 2, 1].as_slice(), [0, 0, 1].as_slice()));
+        let expected = [port(0, 500), port(1, 1000), port(2, 1000), port(1, 1000)];
+        assert_eq!(some.ports(), expected);
+        assert!(!some.is_ring());
+        // Nothing is known of places and ports.
+        let plain = Cluster::new(4, Servers::Colocated, 1).unwrap().in_a_ring();
+        let three = plain.among(&[3, 0, 1].map(NodeId)).unwrap();
+        let apart = Cluster::new(3, Servers::Colocated, 1).unwrap();
+        assert_eq!(three, apart.with_hosts(vec![0, 1, 2], Vec::new()).unwrap());
     }
 
     #[test]

@@ -38,6 +38,41 @@ fn siblings_work_side_by_side() {
     }
 }
 
+/// What leaves a host does not grow with its workers, in a sibling as in a job's first session: PyTorch
+/// trains in siblings.
+#[test]
+fn siblings_know_hosts_and_the_ring() {
+    const LEN: usize = 200_000;
+    let work = |session: &Session| {
+        let open = |name: &str, deterministic: bool| {
+            session.sibling(name, |builder| {
+                builder.layer(Layer::new("a", LEN)).deterministic(deterministic)
+            })
+        };
+        let (ring, straight) = (open("ring", false)?, open("straight", true)?);
+        for sibling in [&ring, &straight] {
+            let layer = sibling.layer("a")?;
+            for step in 0..3 {
+                let value = f32::from(session.rank() + step);
+                sibling.send(layer, vec![value; LEN].into())?;
+                let mean = 1.5 + f32::from(step);
+                assert!(sibling.receive(layer)?.result.iter().all(|number| *number == mean));
+            }
+        }
+        let seen = [&ring, &straight].map(|sibling| {
+            let cluster = &sibling.book().cluster;
+            (cluster.hosts().to_vec(), cluster.is_ring())
+        });
+        ring.finish()?;
+        straight.finish()?;
+        Ok(seen)
+    };
+    for seen in Layout::hosts(&[2, 1, 1]).run(|builder| builder, work) {
+        let hosts = vec![0, 0, 1, 2];
+        assert_eq!(seen.unwrap(), [(hosts.clone(), true), (hosts, false)]);
+    }
+}
+
 /// The coordinator is served on a host that has none of the workers, and nobody can call it any more:
 /// the workers' first connections to it are all they need.
 #[test]

@@ -186,7 +186,8 @@ impl Drop for Load {
     }
 }
 
-fn grown(before: &[u64], after: &[u64]) -> impl Iterator<Item = u64> {
+/// By counter: what it grew by.
+pub(crate) fn grown(before: &[u64], after: &[u64]) -> impl Iterator<Item = u64> {
     before.iter().zip(after).map(|(before, after)| after.saturating_sub(*before))
 }
 

@@ -6,7 +6,7 @@
 //! tree of its own ranks.
 
 use poseidon_core::cluster::ClusterError;
-use poseidon_core::{Cluster, NodeId, Route, Servers, Tree};
+use poseidon_core::{Cluster, NodeId, Route, Tree};
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -66,7 +66,8 @@ impl Members {
         nodes: Vec<NodeId>,
         names: Vec<String>,
     ) -> Result<Self, ClusterError> {
-        let group = among(cluster, &nodes)?;
+        // All hosts have equal slices, so the slowest port is everybody's with a ring and without.
+        let group = cluster.among(&nodes)?.with_level_ports().in_a_ring();
         let ways = Arc::new(Ways::new(rank, Tree::new(&group), group.is_ring()));
         Ok(Self { rank, nodes, names, ways })
     }
@@ -179,42 +180,13 @@ fn shares(tree: &Tree) -> Vec<u64> {
     std::iter::once(0).chain(sums).collect()
 }
 
-/// The ranks of a group as a cluster of their own. Its hosts and racks are those of `cluster` that
-/// the ranks are in, numbered in the order of their first ranks.
-fn among(cluster: &Cluster, nodes: &[NodeId]) -> Result<Cluster, ClusterError> {
-    let host_of = |node: &NodeId| cluster.hosts().get(node.index()).copied().unwrap_or(node.0);
-    let (hosts, first) = numbered(nodes.iter().map(host_of));
-    let rack_of = |host: &u16| cluster.racks().get(usize::from(*host)).copied().unwrap_or(0);
-    // Nobody has named racks: then the group has none either, and its hosts may be in a ring.
-    let racks = match cluster.racks().is_empty() {
-        true => Vec::new(),
-        false => numbered(first.iter().map(rack_of)).0,
-    };
-    let group =
-        Cluster::new(nodes.len() as u16, Servers::Colocated, 1)?.with_hosts(hosts, racks)?;
-    Ok(if cluster.is_ring() { group.in_a_ring() } else { group })
-}
-
-/// The places with new numbers, each new one the next; and by new number, the place's old one.
-fn numbered(places: impl Iterator<Item = u16>) -> (Vec<u16>, Vec<u16>) {
-    let mut known = Vec::new();
-    let mut number = |place: u16| {
-        let at = known.iter().position(|other| *other == place);
-        at.unwrap_or_else(|| {
-            known.push(place);
-            known.len() - 1
-        }) as u16
-    };
-    let numbers = places.map(&mut number).collect();
-    (numbers, known)
-}
-
 /// Slices with fewer bytes go straight: a way round the ring would take longer than the bytes.
 pub(super) const LEAST_ROUND: usize = 32 << 10;
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use poseidon_core::Servers;
 
     fn members(hosts: &[u16], racks: &[u16], nodes: &[u16], rank: u16) -> Members {
         let cluster = Cluster::new(hosts.len() as u16, Servers::Colocated, 1).unwrap();

@@ -164,7 +164,7 @@ impl Joining {
         let settled = measuring.claims.settle(draft.cluster.clone(), measuring.seen());
         let answer = match settled {
             Ok(cluster) => {
-                let cluster = arranged(cluster, &draft.job);
+                let cluster = draft.job.arrange(cluster);
                 let book = Book { cluster, ..Book::clone(draft) };
                 let value = serde_json::to_value(&book).unwrap_or(Value::Null);
                 self.outcome = Some(Ok(Arc::new(book)));
@@ -429,7 +429,7 @@ impl Joining {
         let job = first.job.clone().ok_or("worker 0 described no job")?;
         let cluster = Cluster::new(first.workers, first.servers, first.lanes);
         let cluster = cluster.and_then(|cluster| match probers.is_empty() {
-            true => Ok(arranged(claims.settle(cluster, &[])?, &job)),
+            true => Ok(job.arrange(claims.settle(cluster, &[])?)),
             false => claims.draft(cluster),
         });
         let cluster = cluster.map_err(|e| e.to_string())?;
@@ -457,17 +457,6 @@ impl Joining {
     fn cluster(&self) -> Option<Cluster> {
         let first = &self.joined.values().next()?.join;
         Cluster::new(first.workers, first.servers, 1).ok()
-    }
-}
-
-/// The hosts of `cluster` in a ring where the job allows it. Sums in rank order are made straight on
-/// the shards, and so are those of workers that do not wait for each other. A job without layers is a
-/// group, whose hosts have equal slices: its slowest port is everybody's with a ring and without.
-fn arranged(cluster: Cluster, job: &Job) -> Cluster {
-    match job.deterministic || !job.consistency.is_bsp() {
-        true => cluster,
-        false if job.layers.is_empty() => cluster.with_level_ports().in_a_ring(),
-        false => cluster.in_a_ring(),
     }
 }
 

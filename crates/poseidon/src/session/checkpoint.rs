@@ -147,7 +147,7 @@ impl Session {
     }
 
     /// The elements that this worker keeps of a layer that all workers have.
-    fn own_share(&self, layer: LayerId) -> Range<usize> {
+    pub(super) fn own_share(&self, layer: LayerId) -> Range<usize> {
         let len = self.parts.book.job.layers[layer.index()].len;
         share(len, self.node.me, self.parts.book.cluster.workers())
     }

@@ -17,33 +17,52 @@ impl Session {
     /// [may be apart](crate::session::Builder::consistency), its last step must be one that was
     /// [taken together](Session::step_together), and no worker goes on before all have asked.
     pub fn rule_state(&self, layer: LayerId) -> Result<RuleState, Error> {
+        drop(self.state(layer)?);
+        let job = &self.parts.book.job;
+        let len = job.layers[layer.index()].len;
+        let mut vectors = vec![vec![0.0; len]; job.rule(layer).state_vectors()];
+        let mut masters = vec![0.0; if self.has_masters(layer) { len } else { 0 }];
+        let mut into: Vec<&mut [f32]> = vectors.iter_mut().map(Vec::as_mut_slice).collect();
+        if !masters.is_empty() {
+            into.push(&mut masters);
+        }
+        let steps = self.rule_state_into(layer, &mut into)?;
+        Ok(RuleState { steps, vectors, masters })
+    }
+
+    /// As [`rule_state`](Self::rule_state), into memory of the caller's: a slice for each vector, and
+    /// the masters if there are any. Elements that other nodes hold stay as they are. Returns the
+    /// steps taken.
+    pub fn rule_state_into(&self, layer: LayerId, into: &mut [&mut [f32]]) -> Result<u64, Error> {
         self.check_no_dedicated_server()?;
         let state = self.state(layer)?;
         self.check_landed(layer, &state)?;
         self.check_together(layer, state.clock)?;
         let job = &self.parts.book.job;
-        let len = job.layers[layer.index()].len;
-        let mut vectors = vec![vec![0.0; len]; job.rule(layer).state_vectors()];
-        let mut masters = vec![0.0; if self.has_masters(layer) { len } else { 0 }];
+        let (len, vectors) = (job.layers[layer.index()].len, job.rule(layer).state_vectors());
+        let expected = vectors + usize::from(self.has_masters(layer));
+        if into.len() != expected || into.iter().any(|slice| slice.len() != len) {
+            let why = format!("expected {expected} slices of {len} elements to put it into");
+            return Err(Error::RuleState { layer: self.name(layer), why });
+        }
         if self.layers.matrices(layer).is_some() {
-            // Every worker has the whole state. Worker 0 alone returns it, so that the sum is
-            // right. A program that rebuilds gradients itself has the state, and there is none here.
-            if self.rank() == 0 && !state.rebuilder.state.is_empty() {
-                vectors.clone_from(&state.rebuilder.state);
+            // Every worker has the whole state. Each returns its share, so that the sum is right. A
+            // program that rebuilds gradients itself has the state, and there is none here.
+            let mine = self.own_share(layer);
+            for (into, whole) in into.iter_mut().zip(&state.rebuilder.state) {
+                into[mine.clone()].copy_from_slice(&whole[mine.clone()]);
             }
         } else {
             for piece in
                 self.ask(layer, |reply| Command::RuleState(layer, reply))?.into_iter().flatten()
             {
-                for (vector, part) in vectors.iter_mut().zip(piece.vectors) {
-                    vector[piece.range.clone()].copy_from_slice(&part);
-                }
-                if let Some(part) = piece.masters {
-                    masters[piece.range].copy_from_slice(&part);
+                for (into, part) in into.iter_mut().zip(piece.vectors.iter().chain(&piece.masters))
+                {
+                    into[piece.range.clone()].copy_from_slice(part);
                 }
             }
         }
-        Ok(RuleState { steps: state.clock.0 + state.steps_before, vectors, masters })
+        Ok(state.clock.0 + state.steps_before)
     }
 
     /// Elements of `layer` of which [`rule_state`](Self::rule_state) returns this node's state, in
@@ -51,9 +70,8 @@ impl Session {
     pub fn held(&self, layer: LayerId) -> Result<Vec<Range<usize>>, Error> {
         self.check_no_dedicated_server()?;
         if self.layers.matrices(layer).is_some() {
-            let len = self.parts.book.job.layers[layer.index()].len;
-            let whole = (self.rank() == 0).then_some(0..len);
-            return Ok(whole.into_iter().collect());
+            let mine = self.own_share(layer);
+            return Ok(if mine.is_empty() { Vec::new() } else { vec![mine] });
         }
         let (plan, me) = (&self.parts.plan, self.node.me);
         let mine = plan.all_chunks().filter(|(key, at)| key.layer == layer && at.node == me);

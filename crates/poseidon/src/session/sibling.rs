@@ -4,7 +4,7 @@ use crate::job::book::{BOOK_VERSION, Book, Job};
 use crate::session::Builder;
 use crate::session::gather::await_failure;
 use crate::{Error, Group, OpenError, Session};
-use poseidon_core::{ChannelId, Cluster, Epoch, NodeId, Servers};
+use poseidon_core::{ChannelId, Epoch, NodeId};
 use std::sync::Arc;
 
 impl Session {
@@ -21,11 +21,9 @@ impl Session {
         let node = self.node.clone();
         let (job, rate, threads) = describe(Self::builder(node.config.clone())).check()?;
         let id = self.open_channel(name, Some(&job))?;
-        let workers = node.config.workers;
-        let cluster = Cluster::new(workers, Servers::Colocated, node.book.cluster.lanes())?;
-        let ports = node.book.cluster.ports().iter().take(workers.into());
-        let cluster = cluster.with_ports(ports.copied().collect())?;
-        let nodes = node.book.nodes[..usize::from(workers)].to_vec();
+        let workers: Vec<NodeId> = node.book.cluster.worker_ids().collect();
+        let cluster = job.arrange(node.book.cluster.among(&workers)?);
+        let nodes = node.book.nodes[..workers.len()].to_vec();
         let (identity, epoch) = (node.book.identity, Epoch::FIRST);
         let book = Arc::new(Book { version: BOOK_VERSION, identity, epoch, cluster, nodes, job });
         Self::open(node, id, book, rate, threads)

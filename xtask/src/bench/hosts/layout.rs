@@ -1,5 +1,6 @@
 //! Which ranks are on which host, what a host's port carries, and what this machine can show.
 
+use crate::bench::cluster::HEADERS;
 use crate::bench::links::grid::{Effort, Machine, Network};
 use crate::bench::size::Size;
 use serde::Serialize;
@@ -29,8 +30,6 @@ const MOST_HOSTS: u64 = 250;
 const RANKS_PER_CORE: u64 = 8;
 /// Copies of a buffer that a rank has, all contenders together.
 const COPIES: u64 = 9;
-/// Ethernet, IP and TCP headers of full packets, in proportion: 1514 bytes carry 1448.
-const HEADERS: f64 = 1514.0 / 1448.0;
 
 impl Layout {
     /// Number of hosts.

@@ -5,7 +5,7 @@ import io
 import json
 import os
 import warnings
-from typing import Any, Dict, List, NamedTuple, Optional, Tuple
+from typing import Any, ClassVar, Dict, List, NamedTuple, Optional, Tuple
 
 import torch
 from torch import Tensor, nn
@@ -83,20 +83,21 @@ def save(
     # One at a time: each has a copy of this worker's share.
     Saving.await_last()
 
-    def own_step() -> int:
+    def prepare() -> Tuple[int, str]:
         model._staleness.check_together("psd.save")
-        return step
+        nonlocal contents
+        contents = _Contents(model, optimizer, step, notes)
+        return step, contents.digest()
 
-    together = Together()
-    steps = together.do("saves at step", own_step, waits=True)
-    if len(set(steps)) > 1:
-        raise _native.CheckpointError(f"workers save different steps: {', '.join(map(str, steps))}, by rank")
-    contents = _Contents(model, optimizer, step)
+    contents: Optional[_Contents] = None
     random = _random.take() if random_states else b""
-    prepare = contents.prepare if rank() == 0 else contents.digest
-    numbers = together.do("reads what it saves", prepare, notes, waits=True)
+    told = Together().do("reads what it saves", prepare, waits=True)
+    if len({saved for saved, _ in told}) > 1:
+        steps = ", ".join(str(saved) for saved, _ in told)
+        raise _native.CheckpointError(f"workers save different steps: {steps}, by rank")
+    assert contents is not None, "a worker that could not read has raised"
     # Workers whose numbers differ, such as those that left a `join` early, leave it to rank 0.
-    pieces = contents.share(len(set(numbers)) == 1, copies=not wait)
+    pieces = contents.share(len({digest for _, digest in told}) == 1, copies=not wait)
     if random:
         pieces.append(_Numbers(f"{_RANDOM}{rank()})", "parameters", _bytes(random)).piece(0, len(random)))
     writes = _Writes(place, step, pieces, len(random), contents.layers, contents.program, keep)
@@ -160,15 +161,40 @@ class _Numbers(NamedTuple):
     # Runs of elements that this worker has and no other. Everybody has all of them if nothing is told.
     held: Optional[List[Tuple[int, int]]] = None
 
-    def piece(self, first: int, last: int, copies: bool = False) -> "_native.PieceSpec":
-        flat = self.tensor.detach().reshape(-1)[first:last].to("cpu", copy=copies).contiguous()
+    def piece(self, first: int, last: int, copies: "Optional[_Copies]" = None) -> "_native.PieceSpec":
+        part = self.tensor.detach().reshape(-1)[first:last]
+        flat = part.cpu().contiguous() if copies is None else copies.of(part)
         return self.layer, self.what, first, _TYPES[flat.dtype], (flat.data_ptr(), _size(flat), flat)
+
+
+class _Copies:
+    """Memory for what is written beside the training. It is kept for the next checkpoint, whose copies are of the same
+    size: fresh memory would take longer to get than to fill."""
+
+    _memory: ClassVar[Tensor] = torch.empty(0, dtype=torch.uint8, device="cpu")
+
+    def __init__(self, bytes_: int) -> None:
+        if len(_Copies._memory) < bytes_:
+            _Copies._memory = torch.empty(bytes_, dtype=torch.uint8, device="cpu")
+        self._rest = _Copies._memory
+
+    def of(self, part: Tensor) -> Tensor:
+        """A copy of ``part``, which may change afterwards."""
+        size = _size(part)
+        copy, self._rest = self._rest[:size].view(part.dtype), self._rest[_padded(size) :]
+        return copy.copy_(part)
 
 
 class _Contents:
     """What a checkpoint consists of, as this worker has it."""
 
-    def __init__(self, model: DistributedDataParallel, optimizer: Optional[torch.optim.Optimizer], step: int):
+    def __init__(
+        self,
+        model: DistributedDataParallel,
+        optimizer: Optional[torch.optim.Optimizer],
+        step: int,
+        notes: Dict[str, Any],
+    ):
         self.step = step
         # What all workers have alike, and what rank 0 writes.
         self.common: List[_Numbers] = []
@@ -184,10 +210,11 @@ class _Contents:
                 numbers.append(_Numbers(name, "parameters", value))
         self.rest: Dict[str, Any] = {"model": state}
         if optimizer is not None:
-            # Every worker: shards tell each other what they have.
             self.rest["optimizer"] = self._take_vectors(model, optimizer)
+        if rank() == 0:
+            self._add_rest(notes)
 
-    def digest(self, *_: Any) -> str:
+    def digest(self) -> str:
         """Differs if the common numbers are of another training, such as that of a worker which left a `join` early.
 
         A training that differs at all differs in every tensor it steps, so samples tell, and they cost next to nothing
@@ -198,8 +225,8 @@ class _Contents:
         facts = kinds, checksums([[_sample(numbers.tensor)] for numbers in common])
         return hashlib.blake2b(json.dumps(facts).encode(), digest_size=16).hexdigest()
 
-    def prepare(self, notes: Dict[str, Any]) -> str:
-        """Rank 0 adds what only it writes. Returns the digest."""
+    def _add_rest(self, notes: Dict[str, Any]) -> None:
+        """What only rank 0 writes."""
         file = io.BytesIO()
         torch.save(dict(self.rest, notes=notes), file)
         content = file.getvalue()
@@ -214,16 +241,13 @@ class _Contents:
         self.own.append(_Numbers(_REST, "parameters", _bytes(content)))
         # For people: `load` reads them from the rest.
         self.program["notes"] = {name: value for name, value in notes.items() if _is_short(value)}
-        return self.digest()
 
     def share(self, shared: bool, copies: bool) -> "List[_native.PieceSpec]":
         """What this worker writes: as many bytes as the others of what all have, if that is ``shared``.
 
         With ``copies``, the tensors may change afterwards.
         """
-        pieces = [n.piece(0, n.tensor.numel(), copies) for n in self.own] if rank() == 0 else []
-        # What shards have was copied when they were asked.
-        pieces += [n.piece(first, last) for n in self.common for first, last in n.held or ()]
+        runs = [(n, 0, n.tensor.numel()) for n in self.own] if rank() == 0 else []
         workers, mine = (world_size(), rank()) if shared else (1, rank())
         common = [numbers for numbers in self.common if numbers.held is None]
         total = sum(_size(numbers.tensor) for numbers in common)
@@ -233,9 +257,13 @@ class _Contents:
             width, size = numbers.tensor.element_size(), _size(numbers.tensor)
             first, last = (-(-min(max(at - offset, 0), size) // width) for at in (begin, end))
             if first < last:
-                pieces.append(numbers.piece(first, last, copies))
+                runs.append((numbers, first, last))
             offset += size
-        return pieces
+        of_runs = (_padded((last - first) * n.tensor.element_size()) for n, first, last in runs)
+        room = _Copies(sum(of_runs)) if copies else None
+        # What shards have was copied when they were asked.
+        held = [n.piece(first, last) for n in self.common for first, last in n.held or ()]
+        return held + [n.piece(first, last, room) for n, first, last in runs]
 
     def _take_vectors(self, model: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> Dict[str, Any]:
         """The optimizer's state without what is as large as its parameter, which becomes the layer's."""
@@ -429,6 +457,11 @@ def _is_short(value: Any) -> bool:
 
 def _size(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
+
+
+def _padded(size: int) -> int:
+    """So many bytes from where numbers of any type may begin to where the next may."""
+    return -(-size // 64) * 64
 
 
 def _bytes(content: "bytes | bytearray") -> Tensor:

@@ -31,11 +31,10 @@ class LocalRule:
         self._values.grad = None
 
     def state(self) -> List[Tensor]:
-        """The rule's vectors; zeros before the first step."""
+        """The rule's vectors, where they are; zeros before the first step."""
         state = self._optimizer.state[self._values]
         found = [state.get(name) for name in self._vectors]
-        whole = [torch.zeros_like(self._values) if v is None else v.detach() for v in found]
-        return [vector.to("cpu", torch.float32) for vector in whole]
+        return [torch.zeros_like(self._values) if v is None else v.detach() for v in found]
 
     def restore(self, steps: int, vectors: Sequence[Tensor]) -> None:
         state = self._optimizer.state[self._values]

@@ -1,5 +1,6 @@
 """Optimizers whose steps the shards take, in torch's terms."""
 
+import mmap
 import weakref
 from typing import Any, Dict, List, Optional, Tuple
 
@@ -15,6 +16,11 @@ Kept = Tuple[int, List[Tensor], Optional[Tensor]]
 Held = Dict[nn.Parameter, List[Tuple[int, int]]]
 # What a master is called in a state.
 _MASTER = "master"
+
+
+def _zeros(count: int) -> Tensor:
+    """Zeros that take memory only where something is written: a worker has few elements of a state."""
+    return torch.frombuffer(mmap.mmap(-1, 4 * count), dtype=torch.float32)
 
 
 class Rule(torch.optim.Optimizer):
@@ -140,8 +146,9 @@ class Rule(torch.optim.Optimizer):
         held: Held = {}
         for unit in self._owner._units:
             first = 0
-            # What workers step on their GPUs all of them have, and worker 0 tells.
-            runs = self._owner._session.held(unit.index) if unit.local is None else [(0, unit.len)] if rank() == 0 else []
+            # What workers step on their GPUs all of them have, and each tells its share.
+            bounds = [unit.len * worker // world_size() for worker in (rank(), rank() + 1)]
+            runs = self._owner._session.held(unit.index) if unit.local is None else [(bounds[0], bounds[1])]
             for p in unit.parameters:
                 cut = [(max(begin - first, 0), min(end - first, p.numel())) for begin, end in runs]
                 held[p] = [(begin, end) for begin, end in cut if begin < end]
@@ -212,10 +219,10 @@ class Rule(torch.optim.Optimizer):
                 continue  # it has no parameters
             # By factors, every worker has all masters.
             count = len(of_unit) + int(unit.has_masters and unit.fc is None)
-            whole = [torch.zeros(unit.len, dtype=torch.float32, device="cpu") for _ in range(count)]
+            whole = [_zeros(unit.len) for _ in range(count)]
             steps = session.rule_state(unit.index, list(map(memory, whole)))
             if unit.local is not None:
-                whole = unit.local.state()
+                whole = [v.to("cpu", torch.float32) if shared else v for v in unit.local.state()]
             elif gathering is not None and world_size() > 1:
                 for vector in whole:
                     add_up(gathering, unit.index, vector)
@@ -226,7 +233,7 @@ class Rule(torch.optim.Optimizer):
             parts: Dict[nn.Parameter, List[Tensor]] = {p: [] for p in unit.parameters}
             for vector in whole:
                 for p, part in unit.slices(vector):
-                    parts[p].append(part.clone())
+                    parts[p].append(part.clone() if shared else part)
             for p in unit.parameters:
                 found[p] = steps, parts[p], masters.get(p)
         if gathering is not None:
