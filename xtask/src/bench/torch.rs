@@ -29,6 +29,9 @@ pub(crate) struct Args {
     /// Numbers of nodes of the vgg part; the other nets run on the largest
     #[arg(long, value_delimiter = ',', default_value = "2,4,8", value_parser = clap::value_parser!(u64).range(2..=250))]
     nodes: Vec<u64>,
+    /// Ranks on every node
+    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u64).range(1..=64))]
+    ranks_per_node: u64,
     /// Rates of every node's port in Mbit/s, each way
     #[arg(long, value_delimiter = ',', default_value = "1000,200")]
     mbit: Vec<u64>,

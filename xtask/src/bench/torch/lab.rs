@@ -19,6 +19,7 @@ pub(super) struct Lab {
     pub(super) steps: u64,
     /// Ascending.
     pub(super) nodes: Vec<u64>,
+    pub(super) ranks_per_node: u64,
     pub(super) mbit: Vec<u64>,
     /// In the order of tables, `alone` first.
     pub(super) contenders: Vec<Contender>,
@@ -47,6 +48,7 @@ impl Lab {
             rounds: args.rounds.unwrap_or(if args.quick { 1 } else { 3 }),
             steps: args.steps.unwrap_or(if args.quick { 3 } else { 10 }),
             nodes,
+            ranks_per_node: args.ranks_per_node,
             mbit: args.mbit.clone(),
             contenders,
             python,
@@ -72,8 +74,8 @@ impl Lab {
 
     /// What the ranks of a training job print: `run` starts a command on each of them.
     pub(super) fn train(&self, mut run: Command, words: &[&str]) -> Result<String> {
-        // Namespaces of one machine could share memory, which no cluster can.
-        run.env("POSEIDON_LINK", "tcp").args([self.python.as_str(), TRAIN]).args(words);
+        run.env("RANKS", self.ranks_per_node.to_string());
+        run.args([self.python.as_str(), TRAIN]).args(words);
         output_within(&mut run, LIMIT).with_context(|| format!("{TRAIN} {words:?}"))
     }
 

@@ -124,7 +124,7 @@ impl Results {
         let Case { contender, nodes, mbit } = case;
         let (run, ranks) = match contender {
             Contender::Alone => (command(&["env"]), 1),
-            _ => (cluster.on_every_node(), nodes),
+            _ => (cluster.on_every_node(), nodes * lab.ranks_per_node),
         };
         let steps = lab.steps.to_string();
         let words = ["--contender", contender.name(), "--net", self.net.name, "--steps", &steps];
@@ -168,7 +168,7 @@ impl Results {
     fn text(&self, lab: &Lab) -> String {
         let Net { about, batch, .. } = self.net;
         let mut text = format!(
-            "{about}. Every node has a port of the given rate each way and one thread. {} round(s) of {} steps in which \
+            "{about}. Every node has a port of the given rate each way and {} rank(s) of one thread. {} round(s) of {} steps in which \
              the contenders alternate; a step takes as long as on its slowest rank, a run is the median of its steps, \
              and of the rounds the median counts. CPU seconds are those of all nodes together; what is computed in the \
              same number of steps alone is taken off in the column after it. Bytes are those of the node that sent \
@@ -176,7 +176,7 @@ impl Results {
              | Mbit/s | nodes | | seconds per step | times alone | speed beside DDP | samples/s in total | CPU s per step | \
              beyond computing | MB sent per node and step | layers by factors |\n\
              | ---: | ---: | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |\n",
-            lab.rounds, lab.steps
+            lab.ranks_per_node, lab.rounds, lab.steps
         );
         let shown = |value: Option<f64>, digits: usize, unit: &str| {
             value.map_or("-".to_owned(), |value| format!("{value:.digits$}{unit}"))
@@ -185,17 +185,20 @@ impl Results {
             let Case { contender, nodes, mbit } = case;
             let alone = Case { contender: Contender::Alone, ..case };
             let stock = Case { contender: Contender::Ddp, ..case };
-            let nodes = if contender == Contender::Alone { 1 } else { nodes };
+            let (nodes, ranks) = match contender {
+                Contender::Alone => (1, 1),
+                _ => (nodes, nodes * lab.ranks_per_node),
+            };
             let seconds = self.median(case, |run| run.seconds);
             let cpu = self.median(case, |run| run.cpu);
-            let computing = self.median(alone, |run| run.cpu).map(|cpu| cpu * nodes as f64);
+            let computing = self.median(alone, |run| run.cpu).map(|cpu| cpu * ranks as f64);
             text += &format!(
                 "| {mbit} | {nodes} | {} | {} | {} | {} | {} | {} | {} | {} | {} |\n",
                 contender.words(),
                 shown(seconds, 3, ""),
                 shown(self.ratio(case, alone, |run| run.seconds), 2, "x"),
                 shown(self.ratio(stock, case, |run| run.seconds), 2, "x"),
-                shown(seconds.map(|seconds| (batch * nodes) as f64 / seconds), 1, ""),
+                shown(seconds.map(|seconds| (batch * ranks) as f64 / seconds), 1, ""),
                 shown(cpu, 3, ""),
                 shown(cpu.zip(computing).map(|(cpu, computing)| cpu - computing), 3, ""),
                 shown(self.median(case, |run| run.sent / 1e6), 2, ""),
