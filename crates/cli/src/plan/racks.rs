@@ -2,9 +2,9 @@
 //!
 //! By bytes it costs a host's port nothing where every host holds as much as any other. With H
 //! hosts, h to a rack in R racks, a port carries 2 (H - 1) / H layers each way, with and without. A
-//! rack's link carries 2 (R - 1) / R layers with it, and h times as many without. So it helps where
-//! the racks' links are what a step waits for, which needs an oversubscription above 1. Elsewhere
-//! it only adds a hop, unless a model has so few chunks that some hosts serve all others: they have
+//! rack's link carries 2 (R - 1) / R layers with it. Without it, that is h times as many of what goes
+//! straight, and 2 (H - 1) / H of what goes round the ring. So it helps where the racks' links are what
+//! a step waits for, which needs an oversubscription above 1. Elsewhere it only adds a hop, unless a model has so few chunks that some hosts serve all others: they have
 //! fewer to serve then. Both are simulated, and the faster one is the plan.
 
 use super::links::LinkUse;
