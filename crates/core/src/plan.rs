@@ -6,8 +6,8 @@ use crate::scheme::{Choice, Policy, Scheme, choose};
 use crate::share::shares;
 use crate::wire::Kind;
 use crate::{
-    ChunkKey, ChunkSize, Chunks, Cluster, Consistency, Encodings, Epoch, LaneId, Layer, LayerId,
-    LayerKind, NodeId, Route, Tree,
+    ChunkKey, ChunkSize, Chunks, Cluster, Consistency, Encoding, Encodings, Epoch, LaneId, Layer,
+    LayerId, LayerKind, NodeId, Route, Tree,
 };
 use serde::{Deserialize, Serialize};
 use std::{fmt, str::FromStr};
@@ -103,6 +103,7 @@ struct LayerPlan {
     /// By chunk: its [turn](Route::turn). Empty if the tree is flat: then turns change nothing.
     turns: Vec<u32>,
     /// Whether it goes round the ring of hosts. Small layers do not: the way would be long for little.
+    /// Nor do layers in half precision.
     ring: bool,
 }
 
@@ -374,7 +375,8 @@ fn place_evenly(cluster: &Cluster, layers: Vec<(&mut LayerPlan, usize)>, size: C
         };
         plan.shards = weighted.deal(&chunks, width);
         plan.chunks = chunks;
-        plan.ring = cluster.is_ring();
+        // A sum that is rounded at every hop would not be one that is rounded once (ADR 0019).
+        plan.ring = cluster.is_ring() && plan.encodings.up == Encoding::F32;
     }
     // In bytes: elements of layers that lie beside each other may have other widths.
     let total: usize = small.iter().map(|(_, len, width)| len * width).sum();

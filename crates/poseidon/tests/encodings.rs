@@ -38,6 +38,28 @@ fn values(buffer: &Buffer) -> Vec<f32> {
     values
 }
 
+/// 256 + 1 rounds to 256 in bf16, and 258 is exact: a sum that is rounded on its way loses both ones.
+#[test]
+fn a_large_sum_between_three_hosts_is_rounded_once() {
+    const LEN: usize = 100_000;
+    let describe = |builder: Builder| {
+        let sum = Optimizer::Reduce(Reduction::Sum);
+        builder.layer(Layer::new("large", LEN).encoded(BF16)).optimizer(sum)
+    };
+    let work = |session: &Session| {
+        assert!(session.book().cluster.is_ring());
+        let layer = session.layer("large")?;
+        // Every host has the large number in a third of the layer.
+        let number = |i: usize| if i % 3 == usize::from(session.rank()) { 256.0 } else { 1.0 };
+        let gradient: Vec<f32> = (0..LEN).map(number).collect();
+        session.send(layer, buffer(Encoding::Bf16, &gradient))?;
+        Ok(values(&session.receive(layer)?.result))
+    };
+    for sums in Layout::hosts(&[1, 1, 1]).run(describe, work) {
+        assert!(sums.unwrap().iter().all(|sum| *sum == 258.0));
+    }
+}
+
 /// A layer of each size, each with the next encodings.
 fn layers(all: &[Encodings]) -> Vec<Layer> {
     let layer = |(n, &len): (usize, &usize)| {

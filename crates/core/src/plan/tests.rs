@@ -271,3 +271,19 @@ fn shards_have_equal_bytes_of_layers_of_different_encodings() {
     let least = held.values().min().unwrap();
     assert!(held.len() > 1 && most - least <= 8, "{held:?}");
 }
+
+/// A sum in half precision is rounded once, on its shard. Round the ring every host would round it.
+#[test]
+fn half_precision_does_not_go_round_the_ring() {
+    let cluster = Cluster::new(4, Servers::Colocated, 1).unwrap().in_a_ring();
+    let up = Encodings { up: Encoding::Bf16, down: Encoding::F32 };
+    let down = Encodings { up: Encoding::F32, down: Encoding::Bf16 };
+    let kinds = [Encodings::default(), Encodings::both(Encoding::F16), up, down];
+    let layers = kinds.map(|encodings| Layer::new("large", 1 << 20).encoded(encodings));
+    let plan = Plan::new(&cluster, &layers, Rules::default());
+    let rings = (0..4).map(|layer| {
+        let routes = plan.layer_chunks(LayerId(layer)).map(|(chunk, _)| plan.route(chunk).unwrap());
+        routes.map(|route| route.ring).reduce(|all, one| all & one)
+    });
+    assert_eq!(rings.collect::<Vec<_>>(), [true, false, false, true].map(Some));
+}

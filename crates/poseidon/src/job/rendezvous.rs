@@ -339,7 +339,15 @@ impl Opening<'_> {
         let rate = cluster.ports().get(me.index()).map(|port| port.rate);
         let rate = rate.map(|rate| Rate::nearest(rate.bits() as f64 / interfaces as f64));
         // Where workers may be at different clocks, nothing is added up inside hosts.
-        let windows = Windows::new(cluster, me, lanes, rate, book.job.consistency.is_bsp());
+        let is_bsp = book.job.consistency.is_bsp();
+        let windows = match book.job.layers.is_empty() {
+            // Groups go round a ring whatever ports carry.
+            true => {
+                let ring = cluster.clone().with_level_ports().in_a_ring();
+                Windows::new(&ring, me, lanes, rate, is_bsp)
+            }
+            false => Windows::new(cluster, me, lanes, rate, is_bsp),
+        };
         let tree = Tree::new(cluster);
         for (node, link) in links.iter_mut().flatten() {
             // On a long way, queues are not what takes time, and a small window would.

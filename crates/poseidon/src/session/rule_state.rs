@@ -23,7 +23,7 @@ impl Session {
         let mut vectors = vec![vec![0.0; len]; job.rule(layer).state_vectors()];
         let mut masters = vec![0.0; if self.has_masters(layer) { len } else { 0 }];
         let mut into: Vec<&mut [f32]> = vectors.iter_mut().map(Vec::as_mut_slice).collect();
-        if !masters.is_empty() {
+        if self.has_masters(layer) {
             into.push(&mut masters);
         }
         let steps = self.rule_state_into(layer, &mut into)?;

@@ -175,6 +175,7 @@ class _Copies:
 
     def __init__(self, bytes_: int) -> None:
         if len(_Copies._memory) < bytes_:
+            _Copies._memory = torch.empty(0, dtype=torch.uint8, device="cpu")  # frees the old one first
             _Copies._memory = torch.empty(bytes_, dtype=torch.uint8, device="cpu")
         self._rest = _Copies._memory
 

@@ -20,7 +20,11 @@ _MASTER = "master"
 
 def _zeros(count: int) -> Tensor:
     """Zeros that take memory only where something is written: a worker has few elements of a state."""
-    return torch.frombuffer(mmap.mmap(-1, 4 * count), dtype=torch.float32)
+    if count == 0:
+        return torch.zeros(0, dtype=torch.float32, device="cpu")
+    # Private: reading takes no memory either.
+    pages = mmap.mmap(-1, 4 * count, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(pages, dtype=torch.float32)
 
 
 class Rule(torch.optim.Optimizer):
@@ -229,7 +233,9 @@ class Rule(torch.optim.Optimizer):
             masters: Dict[nn.Parameter, Tensor] = {}
             if unit.has_masters:
                 kept = unit.values if unit.fc is not None else whole.pop()
-                masters = {p: part.cpu().clone() for p, part in unit.slices(kept)}
+                # What workers step themselves changes with the next step.
+                copies = shared or unit.fc is not None
+                masters = {p: part.cpu().clone() if copies else part for p, part in unit.slices(kept)}
             parts: Dict[nn.Parameter, List[Tensor]] = {p: [] for p in unit.parameters}
             for vector in whole:
                 for p, part in unit.slices(vector):
