@@ -83,13 +83,14 @@ def save(
     # One at a time: each has a copy of this worker's share.
     Saving.await_last()
 
+    contents: Optional[_Contents] = None
+
     def prepare() -> Tuple[int, str]:
         model._staleness.check_together("psd.save")
         nonlocal contents
         contents = _Contents(model, optimizer, step, notes)
         return step, contents.digest()
 
-    contents: Optional[_Contents] = None
     random = _random.take() if random_states else b""
     told = Together().do("reads what it saves", prepare, waits=True)
     if len({saved for saved, _ in told}) > 1:
