@@ -42,7 +42,10 @@ impl Session {
         let (len, vectors) = (job.layers[layer.index()].len, job.rule(layer).state_vectors());
         let expected = vectors + usize::from(self.has_masters(layer));
         if into.len() != expected || into.iter().any(|slice| slice.len() != len) {
-            let why = format!("expected {expected} slices of {len} elements to put it into");
+            let got: Vec<usize> = into.iter().map(|slice| slice.len()).collect();
+            let why = format!(
+                "expected {expected} slices of {len} elements to put it into, got slices of {got:?}"
+            );
             return Err(Error::RuleState { layer: self.name(layer), why });
         }
         if self.layers.matrices(layer).is_some() {
