@@ -122,3 +122,11 @@ pub(crate) fn run(bench: &Bench) -> Result<()> {
         Bench::Weather(args) => weather::run(args),
     }
 }
+
+/// A command line of a benchmark, for its tests.
+#[cfg(test)]
+#[derive(clap::Parser)]
+struct Line<A: clap::Args> {
+    #[command(flatten)]
+    args: A,
+}

@@ -149,11 +149,7 @@ mod tests {
     use super::*;
     use clap::Parser;
 
-    #[derive(Parser)]
-    struct Line {
-        #[command(flatten)]
-        args: Args,
-    }
+    type Line = crate::bench::Line<Args>;
 
     #[test]
     fn every_contender_runs_every_case_once_per_round_and_none_is_always_first() {

@@ -305,11 +305,7 @@ mod tests {
     use super::*;
     use clap::Parser;
 
-    #[derive(Parser)]
-    struct Line {
-        #[command(flatten)]
-        args: Args,
-    }
+    type Line = crate::bench::Line<Args>;
 
     #[test]
     fn flags_choose_a_part_of_the_grid() {

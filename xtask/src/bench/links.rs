@@ -308,11 +308,7 @@ mod tests {
     use super::*;
     use clap::Parser;
 
-    #[derive(Parser)]
-    struct Line {
-        #[command(flatten)]
-        args: Args,
-    }
+    type Line = crate::bench::Line<Args>;
 
     fn bench<'a>(args: &'a Args, deadline: Option<Instant>) -> Bench<'a> {
         let effort = Effort { pairs: args.pairs as usize, iters: args.iters };

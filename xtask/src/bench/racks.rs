@@ -203,11 +203,7 @@ mod tests {
     use super::*;
     use clap::Parser;
 
-    #[derive(Parser)]
-    struct Line {
-        #[command(flatten)]
-        args: Args,
-    }
+    type Line = crate::bench::Line<Args>;
 
     pub(super) fn args(words: &[&str]) -> Args {
         Line::parse_from([&["racks"], words].concat()).args

@@ -172,11 +172,7 @@ mod tests {
     use super::*;
     use clap::Parser;
 
-    #[derive(Parser)]
-    struct Line {
-        #[command(flatten)]
-        args: Args,
-    }
+    type Line = crate::bench::Line<Args>;
 
     #[test]
     fn the_summary_judges_every_row() {

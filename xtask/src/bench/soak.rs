@@ -283,11 +283,7 @@ mod tests {
     use super::*;
     use clap::Parser;
 
-    #[derive(Parser)]
-    struct Line {
-        #[command(flatten)]
-        args: Args,
-    }
+    type Line = crate::bench::Line<Args>;
 
     /// A launcher that stays as it is, and a worker that grows by `kib` an hour after its start.
     fn samples(kib: f64) -> Vec<Sample> {

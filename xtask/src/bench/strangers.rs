@@ -407,11 +407,7 @@ mod tests {
     use super::*;
     use clap::Parser;
 
-    #[derive(Parser)]
-    struct Line {
-        #[command(flatten)]
-        args: Args,
-    }
+    type Line = crate::bench::Line<Args>;
 
     fn row(round: u64, visit: Visit, seconds: f64) -> Row {
         let measurement = format!(

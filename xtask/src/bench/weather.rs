@@ -256,11 +256,7 @@ mod tests {
     use super::*;
     use clap::Parser;
 
-    #[derive(Parser)]
-    struct Line {
-        #[command(flatten)]
-        args: Args,
-    }
+    type Line = crate::bench::Line<Args>;
 
     fn runs(case: &Case, ours: &[f64], gloo: &[f64]) -> Vec<(&'static str, Case, u64, Run)> {
         let of = |name: &'static str, ms: &[f64]| {
