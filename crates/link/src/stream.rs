@@ -188,25 +188,35 @@ pub(crate) fn remaining(deadline: Option<Instant>) -> io::Result<Option<Duration
     Ok(Some(left.max(Duration::from_millis(1))))
 }
 
+/// Tries until it is done or `deadline` has passed. A socket's time-out shows as `WouldBlock`, and it
+/// may come early where a machine stood still: the deadline decides.
+fn until<T>(
+    deadline: Option<Instant>,
+    mut attempt: impl FnMut(Option<Duration>) -> io::Result<T>,
+) -> io::Result<T> {
+    loop {
+        match attempt(remaining(deadline)?) {
+            Err(e) if e.kind() == ErrorKind::WouldBlock => {}
+            done => return done,
+        }
+    }
+}
+
 impl Read for Stream {
     fn read(&mut self, buf: &mut [u8]) -> io::Result<usize> {
         let Self { socket, deadline, cancelled, protection, .. } = self;
         let read = |buf: &mut [u8]| {
-            let Some(cancelled) = &*cancelled else {
-                socket.set_read_timeout(remaining(*deadline)?)?;
-                return (&*socket).read(buf).map_err(timed_out);
-            };
-            loop {
-                if cancelled.load(Ordering::Acquire) {
-                    return Err(io::Error::new(ErrorKind::ConnectionAborted, "called off"));
-                }
-                let left = remaining(*deadline)?.map_or(GLANCE, |left| left.min(GLANCE));
-                socket.set_read_timeout(Some(left))?;
-                match (&*socket).read(buf) {
-                    Err(e) if e.kind() == ErrorKind::WouldBlock => {}
-                    done => return done,
-                }
-            }
+            until(*deadline, |left| {
+                let left = match cancelled {
+                    Some(cancelled) if cancelled.load(Ordering::Acquire) => {
+                        return Err(io::Error::new(ErrorKind::ConnectionAborted, "called off"));
+                    }
+                    Some(_) => Some(left.map_or(GLANCE, |left| left.min(GLANCE))),
+                    None => left,
+                };
+                socket.set_read_timeout(left)?;
+                (&*socket).read(buf)
+            })
         };
         match protection {
             Some(Protection::Records(records)) => records.reader.read_with(buf, read),
@@ -219,8 +229,10 @@ impl Write for Stream {
     fn write(&mut self, buf: &[u8]) -> io::Result<usize> {
         let Self { socket, deadline, protection, .. } = self;
         let write = |buf: &[u8]| {
-            socket.set_write_timeout(remaining(*deadline)?)?;
-            socket.send_with_flags(buf, NO_SIGNAL).map_err(timed_out)
+            until(*deadline, |left| {
+                socket.set_write_timeout(left)?;
+                socket.send_with_flags(buf, NO_SIGNAL)
+            })
         };
         match protection {
             Some(Protection::Records(records)) => records.writer.write_with(buf, write),

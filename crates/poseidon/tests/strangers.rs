@@ -70,7 +70,10 @@ fn undisturbed_by_both<T>(
         thread::scope(|scope| {
             let (work, config) = (&work, &config);
             let workers = [0, 1].map(|rank| scope.spawn(move || work(config.clone(), rank)));
-            let book: Book = book.recv().expect("the job starts");
+            // Both of them: only then is every lane taken.
+            let [book, _]: [Book; 2] = [0, 1].map(|_| book.recv().expect("the job starts"));
+            // Also if the visit fails: then the test says why, instead of hanging.
+            let stop = Stop(&stop);
             visit(config, &book);
             let before = clocks.load(Ordering::Relaxed);
             while clocks.load(Ordering::Relaxed) < before + 6
@@ -78,12 +81,21 @@ fn undisturbed_by_both<T>(
             {
                 thread::yield_now();
             }
-            stop.store(true, Ordering::Relaxed);
+            drop(stop);
             for worker in workers {
                 worker.join().unwrap().expect("the job goes on");
             }
         });
     });
+}
+
+/// Ends the exchanges when it is dropped.
+struct Stop<'a>(&'a AtomicBool);
+
+impl Drop for Stop<'_> {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::Relaxed);
+    }
 }
 
 /// Where this job can be knocked at: both nodes and the coordinator.
