@@ -4,9 +4,9 @@ mod accuracy;
 mod chart;
 mod figure;
 mod index;
+mod phub;
 mod poseidon_2015;
 mod poseidon_2017;
-mod zero_compute;
 
 use crate::plan::simulate_all;
 use crate::report::write_whole;
@@ -79,7 +79,7 @@ fn simulate(figures: &mut [Figure]) -> anyhow::Result<()> {
 type Make = fn() -> anyhow::Result<Figure>;
 
 /// In the order in which they are shown.
-const FIGURES: [(&str, Make); 12] = [
+const FIGURES: [(&str, Make); 14] = [
     ("fig4", poseidon_2017::caffe),
     ("fig5", poseidon_2017::tensorflow),
     ("fig6", poseidon_2017::stalls),
@@ -91,7 +91,9 @@ const FIGURES: [(&str, Make); 12] = [
     ("2015-fig5", poseidon_2015::parameters),
     ("2015-fig7", poseidon_2015::ablation),
     ("2015-table5", poseidon_2015::convergence),
-    ("phub", zero_compute::throughput),
+    ("phub-fig3", phub::box_of_eight),
+    ("phub-120", phub::workers_of_a_box),
+    ("phub", phub::throughput),
 ];
 
 fn known() -> clap::builder::PossibleValuesParser {

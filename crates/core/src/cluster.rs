@@ -21,6 +21,9 @@ pub struct Cluster {
     /// By host: the number of its rack; empty if all are in one rack.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     racks: Vec<u16>,
+    /// What one stream from a rack to the next one carries; `None` if nobody has measured it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    core: Option<Rate>,
     /// Whether hosts are in a ring.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     ring: bool,
@@ -122,7 +125,7 @@ impl Cluster {
             return Err(ClusterError::TooManyNodes(nodes));
         }
         let (ports, hosts, racks) = (Vec::new(), Vec::new(), Vec::new());
-        Ok(Self { workers, servers, lanes, ports, hosts, racks, ring: false })
+        Ok(Self { workers, servers, lanes, ports, hosts, racks, core: None, ring: false })
     }
 
     /// The same cluster with another number of lanes.
@@ -152,16 +155,26 @@ impl Cluster {
     /// as many bytes as without a ring. But it hears one neighbour instead of everybody, which cannot
     /// send more than the port takes, so large layers do not fill a switch's queue (ADR 0034).
     ///
-    /// There is no ring of fewer than three hosts, where somebody has named racks, where servers are
-    /// dedicated, and where a port carries less than two thirds of another: there the slowest port
-    /// would be everybody's. Smaller differences may be the measurement's.
+    /// The ring goes rack after rack, so that a rack's link is crossed once each way (ADR 0036).
+    ///
+    /// There is no ring of fewer than three hosts, where servers are dedicated, and where a port carries
+    /// less than two thirds of another: there the slowest port would be everybody's. Smaller differences
+    /// may be the measurement's. Nor is there one between racks if less than that goes from one rack to
+    /// the next, or if nobody knows: sums that are made inside racks cross their links with fewer bytes.
     pub fn in_a_ring(self) -> Self {
         let hosts = self.hosts.iter().max().map_or(self.nodes(), |last| usize::from(*last) + 1);
-        let rates = || self.ports.iter().map(|port| u128::from(port.rate.bits()));
-        let differ = rates().min().zip(rates().max()).is_some_and(|(min, max)| min * 3 < max * 2);
-        let named = !self.racks.is_empty();
-        let ring = hosts >= 3 && !named && !differ && self.servers == Servers::Colocated;
+        let rates = || self.ports.iter().map(|port| port.rate);
+        let differ = rates().min() < rates().max().map(two_thirds);
+        let between_racks = self.racks.iter().any(|rack| *rack != 0);
+        let narrow = between_racks && !self.has_wide_core();
+        let ring = hosts >= 3 && !narrow && !differ && self.servers == Servers::Colocated;
         Self { ring, ..self }
+    }
+
+    /// Whether racks' links carry as much as the slowest port, as far as measurements tell.
+    pub fn has_wide_core(&self) -> bool {
+        let slowest = self.ports.iter().map(|port| port.rate).min();
+        self.core.zip(slowest).is_some_and(|(core, port)| core >= two_thirds(port))
     }
 
     /// The same cluster with every port as slow as the slowest one.
@@ -197,11 +210,12 @@ impl Cluster {
         Self::new(nodes.len() as u16, Servers::Colocated, self.lanes)?
             .with_hosts(hosts, racks)?
             .with_ports(ports)
+            .map(|cluster| cluster.with_core(self.core))
     }
 
     /// The same nodes as if each had a host of its own.
     pub fn apart(self) -> Self {
-        Self { hosts: Vec::new(), racks: Vec::new(), ring: false, ..self }
+        Self { hosts: Vec::new(), racks: Vec::new(), core: None, ring: false, ..self }
     }
 
     /// The nodes' hosts, by node. Empty if every node has a host of its own.
@@ -212,6 +226,17 @@ impl Cluster {
     /// The hosts' racks, by host. Empty if all are in one rack.
     pub fn racks(&self) -> &[u16] {
         &self.racks
+    }
+
+    /// The same cluster, where one stream from a rack to the next one carries so much. `None`: nobody
+    /// has measured it.
+    pub fn with_core(self, core: Option<Rate>) -> Self {
+        Self { core, ..self }
+    }
+
+    /// What one stream from a rack to the next one carries, if somebody has measured it.
+    pub fn core(&self) -> Option<Rate> {
+        self.core
     }
 
     /// The same cluster with these ports, by node. None at all: nothing is known of them.
@@ -313,6 +338,8 @@ struct Unchecked {
     #[serde(default)]
     racks: Vec<u16>,
     #[serde(default)]
+    core: Option<Rate>,
+    #[serde(default)]
     ring: bool,
 }
 
@@ -320,14 +347,19 @@ impl TryFrom<Unchecked> for Cluster {
     type Error = ClusterError;
 
     fn try_from(cluster: Unchecked) -> Result<Self, ClusterError> {
-        let Unchecked { workers, servers, lanes, ports, hosts, racks, ring } = cluster;
+        let Unchecked { workers, servers, lanes, ports, hosts, racks, core, ring } = cluster;
         let cluster = Self::new(workers, servers, lanes)?.with_ports(ports)?;
-        let cluster = cluster.with_hosts(hosts, racks)?;
+        let cluster = cluster.with_hosts(hosts, racks)?.with_core(core);
         match ring {
             true => Some(cluster.in_a_ring()).filter(Self::is_ring).ok_or(ClusterError::Ring),
             false => Ok(cluster),
         }
     }
+}
+
+/// Less than this of a rate is less for sure, and not only the measurement's chance.
+fn two_thirds(rate: Rate) -> Rate {
+    Rate::nearest(rate.bits() as f64 * 2.0 / 3.0)
 }
 
 /// How many different `numbers` there are. An error unless there are `of` numbers, and each new one
@@ -421,8 +453,15 @@ mod tests {
         assert_eq!([1, 2, 3, 32].map(|hosts| ring(of(hosts))), [false, false, true, true]);
         // Four workers on two hosts.
         assert!(!ring(of(4).with_hosts(vec![0, 0, 1, 1], Vec::new()).unwrap()));
-        let named = of(4).with_hosts(Vec::new(), vec![0, 0, 1, 1]).unwrap();
-        assert!(!ring(named));
+        let racks = |racks: [u16; 4]| of(4).with_hosts(Vec::new(), racks.to_vec()).unwrap();
+        assert!(!ring(racks([0, 0, 1, 1])), "nobody knows what passes between racks");
+        assert!(ring(racks([0; 4])), "nothing passes between racks");
+        let gigabit = |number| Port { number, rate: Rate::new(1_000_000_000).unwrap() };
+        let between_racks = |mbit: u64| {
+            let known = racks([0, 1, 0, 1]).with_ports((0..4).map(gigabit).collect()).unwrap();
+            ring(known.with_core(Some(Rate::new(mbit * 1_000_000).unwrap())))
+        };
+        assert!(between_racks(1000) && between_racks(700) && !between_racks(600));
         assert!(!ring(Cluster::new(4, Servers::Dedicated(4), 1).unwrap()));
         let port = |number| {
             let mbit = if number == 3 { 100 } else { 1000 };

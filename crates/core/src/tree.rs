@@ -13,7 +13,7 @@
 //! Where hosts are in a ring, a chunk of a large layer goes from each host to the one before it
 //! instead, and each adds what its workers contribute: a host collects from the host after it. Results
 //! go on in the same direction, from the root's host to the one before it, and so on. So a port hears
-//! one host only, which cannot send more than the port takes.
+//! one host only, which cannot send more than the port takes. The ring goes rack after rack.
 
 use crate::{Cluster, NodeId};
 
@@ -24,7 +24,11 @@ pub struct Tree {
     host_of: Vec<u16>,
     hosts: Vec<Host>,
     racks: Vec<Rack>,
-    /// By host: workers of the hosts before it. One more entry at the end: all workers.
+    /// The hosts in the order of the ring: rack after rack, so that a rack's link is crossed once.
+    ring: Vec<u16>,
+    /// By host: its place in the ring.
+    places: Vec<usize>,
+    /// By place in the ring: workers of the hosts before it. One more entry at the end: all workers.
     before: Vec<usize>,
 }
 
@@ -68,7 +72,8 @@ pub enum Sum {
 pub struct Stream {
     /// The node.
     pub node: NodeId,
-    /// The lowest rank among the workers that the stream covers.
+    /// The lowest rank among the workers that the stream covers. In a ring, where their order does not
+    /// count: the lowest rank of the nearest host, or rank 0 if it is covered.
     pub first: NodeId,
     /// Number of workers that the stream covers.
     pub workers: usize,
@@ -99,11 +104,15 @@ impl Tree {
             rack.hosts.push(number);
             rack.working.extend((!host.workers.is_empty()).then_some(number));
         }
+        // Host 0 comes first: it is in rack 0, and hosts of a rack are in order.
+        let ring: Vec<u16> = racks.iter().flat_map(|rack| rack.hosts.iter().copied()).collect();
+        let mut places = vec![0; hosts.len()];
         let mut before = vec![0];
-        for host in &hosts {
-            before.push(before[before.len() - 1] + host.workers.len());
+        for (place, host) in ring.iter().map(|host| usize::from(*host)).enumerate() {
+            places[host] = place;
+            before.push(before[place] + hosts[host].workers.len());
         }
-        Self { host_of, hosts, racks, before }
+        Self { host_of, hosts, racks, ring, places, before }
     }
 
     /// Number of workers.
@@ -282,13 +291,13 @@ impl Tree {
 
     /// The host before `host` in the ring.
     fn host_before(&self, host: u16) -> u16 {
-        let hosts = self.hosts.len() as u16;
-        (host + hosts - 1) % hosts
+        let hosts = self.ring.len();
+        self.ring[(self.places[usize::from(host)] + hosts - 1) % hosts]
     }
 
     /// The host after `host` in the ring.
     fn host_after(&self, host: u16) -> u16 {
-        (host + 1) % self.hosts.len() as u16
+        self.ring[(self.places[usize::from(host)] + 1) % self.ring.len()]
     }
 
     /// What comes to `host` round the ring: the sum of all hosts after it, up to the one before the
@@ -298,8 +307,9 @@ impl Tree {
         if next == to {
             return None;
         }
-        let (from, to) = (self.before[usize::from(next)], self.before[usize::from(to)]);
-        // Hosts are numbered in the order of their lowest ranks.
+        let before = |host: u16| self.before[self.places[usize::from(host)]];
+        let (from, to) = (before(next), before(to));
+        // Host 0 is the first in the ring: what passes the end of the ring has come from it, too.
         let (first, workers) = match from < to {
             true => (next, to - from),
             false if to == 0 => (next, self.workers() - from),

@@ -34,6 +34,7 @@ use std::mem::MaybeUninit;
 use std::net::Shutdown;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::ptr::NonNull;
+use std::sync::Once;
 
 /// Which end of the connection this is; each end writes to the ring the other reads.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -59,8 +60,8 @@ const RINGS: u8 = 1;
 /// The caller's side: offers rings to the listener. If rings cannot be made, or `wanted` is false,
 /// the link stays on the socket, which is returned.
 pub(crate) fn offer(socket: Socket, wanted: bool) -> io::Result<Result<SharedLink, Socket>> {
-    let memory = if wanted { create() } else { Err(ErrorKind::Unsupported.into()) };
-    let Ok((file, mapping)) = memory else {
+    let memory = wanted.then(create).and_then(|memory| memory.inspect_err(warn).ok());
+    let Some((file, mapping)) = memory else {
         socket.send(&[PLAIN])?;
         return Ok(Err(socket));
     };
@@ -70,6 +71,17 @@ pub(crate) fn offer(socket: Socket, wanted: bool) -> io::Result<Result<SharedLin
     message.push(SendAncillaryMessage::ScmRights(&files));
     sendmsg(&socket, &[IoSlice::new(&[RINGS])], &mut message, SendFlags::NOSIGNAL)?;
     Ok(Ok(SharedLink::new(socket, mapping, End::Caller)))
+}
+
+/// Says once why nodes of this host do not share memory.
+fn warn(error: &io::Error) {
+    static ONCE: Once = Once::new();
+    ONCE.call_once(|| {
+        tracing::warn!(
+            "no memory can be shared with other nodes of this host ({error}): bytes go through sockets \
+             instead, which takes more CPU time. A container has to allow memfd_create"
+        );
+    });
 }
 
 /// The listener's side: takes the rings that the caller offers, or returns the socket.

@@ -207,7 +207,7 @@ impl Read for Stream {
         let Self { socket, deadline, cancelled, protection, .. } = self;
         let read = |buf: &mut [u8]| {
             until(*deadline, |left| {
-                let left = match cancelled {
+                let left = match &*cancelled {
                     Some(cancelled) if cancelled.load(Ordering::Acquire) => {
                         return Err(io::Error::new(ErrorKind::ConnectionAborted, "called off"));
                     }

@@ -113,7 +113,7 @@ fn sums_of_halves_are_exact_on_every_carrier_and_across_hosts() {
     }
     check(Layout { servers: Servers::Dedicated(2), ..Layout::workers(2) }, true);
     check(Layout::hosts(&[3, 1, 4]), false);
-    check(Layout { racks: &[2, 2], lanes: 2, ..Layout::hosts(&[2, 3, 1, 2]) }, true);
+    check(Layout { racks: &[0, 0, 1, 1], lanes: 2, ..Layout::hosts(&[2, 3, 1, 2]) }, true);
 }
 
 /// Half the bytes of f32, and every worker has the same bits, also where a sum had to be rounded.

@@ -3,7 +3,7 @@
 mod cluster;
 
 use cluster::Layout;
-use poseidon::config::Carriers;
+use poseidon::config::{Carriers, LinkRate};
 use poseidon::{
     Buffer, ChunkSize, Clock, Error, LaneId, Layer, Optimizer, Reduction, Servers, Session,
 };
@@ -87,7 +87,7 @@ fn sums_are_exact_across_hosts_and_racks() {
         check(Layout { lanes: 2, ..Layout::hosts(hosts) }, true);
         check(Layout { carrier: Carriers::Tcp, ..Layout::hosts(hosts) }, false);
     }
-    for racks in [&[2, 2][..], &[1, 3]] {
+    for racks in [&[0, 0, 1, 1], &[0, 1, 1, 1], &[0, 1, 0, 1]] {
         check(Layout { racks, ..Layout::hosts(&[2, 3, 1, 2]) }, false);
         check(Layout { racks, ..Layout::hosts(&[2, 3, 1, 2]) }, true);
     }
@@ -99,7 +99,28 @@ fn sums_are_exact_across_hosts_and_racks() {
     check(Layout { servers, hosts: &[3, 3, 1], ..Layout::workers(5) }, false);
     check(Layout { servers, hosts: &[3, 3, 1], ..Layout::workers(5) }, true);
     let servers = Servers::Mixed(1);
-    check(Layout { servers, hosts: &[2, 2, 2], racks: &[2, 1], ..Layout::workers(5) }, true);
+    check(Layout { servers, hosts: &[2, 2, 2], racks: &[0, 0, 1], ..Layout::workers(5) }, true);
+}
+
+/// Racks whose links carry as much as a port are in one ring, however their hosts are numbered.
+#[test]
+fn sums_are_exact_in_a_ring_through_racks() {
+    let layout = Layout { racks: &[0, 1, 0, 1, 2], ..Layout::hosts(&[2, 1, 1, 2, 1]) };
+    let (_coordinator, mut config) = layout.coordinator();
+    config.link_rate = LinkRate::Measured;
+    // Large enough to go round, and small: that goes straight.
+    let sizes = [100_000, 13];
+    let describe = |builder: poseidon::session::Builder| {
+        let layers = sizes.iter().enumerate().map(|(n, &len)| Layer::new(format!("layer{n}"), len));
+        builder.layers(layers).optimizer(Optimizer::Reduce(Reduction::Sum))
+    };
+    let results = layout.run_with(&config, describe, |session| {
+        let cluster = &session.book().cluster;
+        assert!(cluster.is_ring(), "{cluster:?}");
+        exchange(&session, &sizes)?;
+        session.finish()
+    });
+    results.into_iter().for_each(|result| result.unwrap());
 }
 
 /// A machine with several interfaces has lanes on all of them. Here they are addresses of the

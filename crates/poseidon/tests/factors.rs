@@ -126,7 +126,7 @@ fn factors_reach_every_rank_of_every_host() {
         check(Layout::hosts(hosts));
         check(Layout { lanes: 2, carrier: Carriers::Tcp, ..Layout::hosts(hosts) });
     }
-    check(Layout { racks: &[2, 2], ..Layout::hosts(&[2, 3, 1, 2]) });
+    check(Layout { racks: &[0, 0, 1, 1], ..Layout::hosts(&[2, 3, 1, 2]) });
     let servers = Servers::Dedicated(2);
     check(Layout { servers, hosts: &[3, 3, 1], ..Layout::workers(5) });
 }

@@ -262,6 +262,7 @@ impl Process {
     /// Starts this test program again, as the member that `role` names.
     fn start(config: &Config, role: &str) -> Self {
         let host = config.host.iter().map(|host| ("POSEIDON_HOST", host));
+        let rack = config.rack.iter().map(|rack| ("POSEIDON_RACK", rack));
         let child = Command::new(std::env::current_exe().unwrap())
             .args(["--exact", "another_process", "--nocapture"])
             .env("FAULTS_ROLE", role)
@@ -273,7 +274,7 @@ impl Process {
             .env("POSEIDON_LANES", config.lanes.to_string())
             .env("POSEIDON_SERVERS", config.servers.to_string())
             .envs((role == "server").then_some(("POSEIDON_SERVER", "0")))
-            .envs(host)
+            .envs(host.chain(rack))
             .stdout(Stdio::null())
             .spawn()
             .unwrap();
@@ -307,18 +308,23 @@ fn another_process() {
     }
 }
 
-/// Runs the workers of `layout` that are not `role`, and sends the process that is `signal` in the
-/// middle of the exchange. Returns the workers' errors.
+/// Runs the workers of `layout` that are not `role`, and the other servers. Sends the process that is
+/// `signal` in the middle of the exchange. Returns the workers' errors.
 fn strike(layout: Layout, role: &'static str, signal: Signal) -> Vec<Error> {
     without_hanging(move || {
         let (_coordinator, mut config) = layout.coordinator();
         config.silence = Duration::from_secs(5);
         let struck = match role {
-            "server" => config.clone(),
+            "server" => layout.member(&config, Member::Server(0)),
             _ => layout.member(&config, Member::Worker(1)),
         };
         let process = Process::start(&struck, role);
         thread::scope(|scope| {
+            for server in 1..layout.servers.extra() {
+                let config = layout.member(&config, Member::Server(server));
+                // Workers see what goes wrong; a server's own error is only the echo of it.
+                scope.spawn(move || serve(&config));
+            }
             let here = (0..layout.workers).filter(|&rank| role == "server" || rank != 1);
             let workers: Vec<_> = here
                 .map(|rank| {
@@ -357,9 +363,22 @@ fn a_server_that_is_killed_is_named() {
     }
 }
 
+/// Two racks with a box each: a server that has no worker.
+#[test]
+fn a_box_of_a_rack_that_is_killed_is_named() {
+    let servers = Servers::Dedicated(2);
+    let hosts = &[2, 2, 1, 1, 1, 1];
+    let layout = Layout { servers, hosts, racks: &[0, 0, 1, 1, 0, 1], ..Layout::workers(6) };
+    for error in strike(layout, "server", Signal::KILL) {
+        says(&error, &["lost server 0 (node 6)"]);
+    }
+}
+
+/// Also one of several on its host, and one that collects for its rack.
 #[test]
 fn a_worker_that_is_killed_is_named() {
-    for layout in [Layout::workers(3), RING] {
+    let racks = Layout { racks: &[0, 0, 1, 1], ..Layout::hosts(&[1; 4]) };
+    for layout in [Layout::workers(3), RING, Layout::hosts(&[3, 2]), racks] {
         for error in strike(layout, "worker", Signal::KILL) {
             says(&error, &["lost worker 1"]);
         }

@@ -351,7 +351,9 @@ pub(super) fn shown(model: &str) -> String {
         "googlenet" => "GoogLeNet".into(),
         "cifar10-quick" => "CIFAR-10 quick".into(),
         "inception-v3" => "Inception-V3".into(),
+        "resnet50" => "ResNet-50".into(),
         "resnet152" => "ResNet-152".into(),
+        "resnext50" => "ResNeXt-50".into(),
         other => other.to_uppercase(),
     }
 }

@@ -9,13 +9,19 @@ fn tree(hosts: &[usize], racks: &[usize]) -> Tree {
 }
 
 fn on(servers: Servers, hosts: &[usize], racks: &[usize]) -> Tree {
-    let numbers = |sizes: &[usize]| -> Vec<u16> {
-        sizes.iter().zip(0..).flat_map(|(size, number)| vec![number; *size]).collect()
-    };
+    placed(servers, hosts, numbers(racks))
+}
+
+/// Hosts of these sizes, in racks of these numbers.
+fn placed(servers: Servers, hosts: &[usize], racks: Vec<u16>) -> Tree {
     let nodes: usize = hosts.iter().sum();
     let workers = nodes as u16 - servers.extra();
     let cluster = Cluster::new(workers, servers, 1).unwrap();
-    Tree::new(&cluster.with_hosts(numbers(hosts), numbers(racks)).unwrap())
+    Tree::new(&cluster.with_hosts(numbers(hosts), racks).unwrap())
+}
+
+fn numbers(sizes: &[usize]) -> Vec<u16> {
+    sizes.iter().zip(0..).flat_map(|(size, number)| vec![number; *size]).collect()
 }
 
 fn nodes(ids: &[u16]) -> Vec<NodeId> {
@@ -137,6 +143,21 @@ fn a_ring_adds_host_after_host() {
     assert_eq!(tree.sum(NodeId(3), route), Sum::Group(vec![stream(0, 0, 3), last]));
 }
 
+/// Hosts of three racks in turn: two streams cross a rack's link, one out and one in.
+#[test]
+fn a_ring_goes_rack_after_rack() {
+    let tree = placed(Servers::Colocated, &[1; 9], vec![0, 1, 2, 0, 1, 2, 0, 1, 2]);
+    let order = [0, 3, 6, 1, 4, 7, 2, 5, 8];
+    for (place, node) in order.into_iter().enumerate() {
+        let next = order[(place + 1) % order.len()];
+        assert_eq!(tree.senders(NodeId(node), true), nodes(&[next]));
+    }
+    let rack = |node: NodeId| tree.rack(tree.host(node));
+    let crossing = |node: &u16| tree.senders(NodeId(*node), true).into_iter().map(rack).next();
+    let out = order.iter().filter(|node| crossing(node) != Some(rack(NodeId(**node)))).count();
+    assert_eq!(out, 3, "once for each rack");
+}
+
 #[test]
 fn sums_are_in_the_order_of_ranks() {
     let tree = tree(&[2, 2, 1], &[]);
@@ -154,6 +175,7 @@ proptest! {
     #[test]
     fn every_worker_has_one_way_to_every_root(
         hosts in proptest::collection::vec(1usize..5, 1..7), in_rack in 1usize..4, extra in 0u16..3, turn in 0u32..9, ring: bool,
+        in_turn: bool,
     ) {
         let count: usize = hosts.iter().sum();
         prop_assume!(count > usize::from(extra));
@@ -162,7 +184,11 @@ proptest! {
         let mut racks = vec![in_rack; hosts.len() / in_rack];
         racks.extend((hosts.len() % in_rack > 0).then_some(hosts.len() % in_rack));
         let servers = if extra > 0 { Servers::Mixed(extra) } else { Servers::Colocated };
-        let tree = on(servers, &hosts, &racks);
+        let racks = match in_turn {
+            true => (0..hosts.len()).map(|host| (host % racks.len()) as u16).collect(),
+            false => numbers(&racks),
+        };
+        let tree = placed(servers, &hosts, racks);
         for root in 0..count as u16 {
             let route = Route { ring, ..route(root, turn) };
             let mut covered = BTreeSet::new();
@@ -173,6 +199,9 @@ proptest! {
                 let mut sum = 0;
                 tree.sum(node, route).visit(&mut |stream| sum += stream.workers);
                 prop_assert!(node != route.root || sum == tree.workers(), "the root has {sum}");
+                let mut initial = 0;
+                tree.sum(node, route).visit(&mut |stream| initial += usize::from(stream.first.0 == 0));
+                prop_assert!(node != route.root || initial == 1, "rank 0 is in {initial} streams");
                 prop_assert_eq!(tree.collects(node, route), node == route.root || !children.is_empty());
                 for child in children {
                     prop_assert_eq!(tree.parent(child, route), Some(node));

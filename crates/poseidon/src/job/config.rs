@@ -109,7 +109,7 @@ impl Config {
     /// | `POSEIDON_LINK_RATE` | what this node's port carries, such as `10gbit`; `auto` (default): it is measured in a job of several hosts; `unknown`: it counts as any other |
     /// | `POSEIDON_BANDWIDTH_BUDGET` | what this node may send to other hosts, such as `400mbit`; `none` (default): no limit |
     /// | `POSEIDON_HOST` | the name of the host that this node counts as on (default: the machine's own); nodes of one host share memory and contribute together, so containers that cannot share memory need names of their own |
-    /// | `POSEIDON_RACK` | the name of this node's rack: one stream for each chunk leaves a rack; default: the switches of `SLURM_TOPOLOGY_ADDR`, where Slurm knows them |
+    /// | `POSEIDON_RACK` | the name of this node's rack: large layers cross a rack's link once; default: the switches of `SLURM_TOPOLOGY_ADDR`, where Slurm knows them |
     /// | `POSEIDON_SECRET`, `POSEIDON_SECRET_FILE` | the cluster secret, or a file that holds it; at least 16 bytes; default: a file made in the user's configuration folder |
     /// | `POSEIDON_ENCRYPT` | `1`: connections to other hosts are encrypted; the same on every node |
     /// | `POSEIDON_ADDRESS` | address or interface to listen on; several with commas: lanes take them in turn |
@@ -202,6 +202,7 @@ impl Config {
             link_rate: env.parse("POSEIDON_LINK_RATE")?.unwrap_or(LinkRate::Measured),
             bandwidth_budget: env.parse("POSEIDON_BANDWIDTH_BUDGET")?.and_then(|Limit(rate)| rate),
             host: env.0("POSEIDON_HOST").filter(|name| !name.is_empty()),
+            rack: env.rack(),
             coordinator: coordinator.into(),
             serves_coordinator: false,
             address: wanted_address(),

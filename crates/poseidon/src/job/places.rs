@@ -96,6 +96,9 @@ fn meaning(cluster: &Cluster, tree: &Tree, racks: usize) -> String {
     // A sum leaves a place if its server is elsewhere.
     let leaves_host = tree.workers_by_host().len() > 1;
     let words = match (leaves_host && several_workers, racks > 1 && several_hosts) {
+        (_, true) if cluster.is_ring() => {
+            "sums go from host to host, rack after rack, and small ones leave a rack once"
+        }
         _ if cluster.is_ring() => {
             "sums go from host to host, and small ones straight to the servers"
         }
@@ -109,8 +112,11 @@ fn meaning(cluster: &Cluster, tree: &Tree, racks: usize) -> String {
         1 => format!("1 {what}"),
         _ => format!("{number} {what}s"),
     };
+    // Why sums are made inside racks, or why not.
+    let between = cluster.core().filter(|_| racks > 1 && several_hosts);
+    let between = between.map_or(String::new(), |core| format!(" ({core} from rack to rack)"));
     format!(
-        "{} on {} in {}: {words}",
+        "{} on {} in {}: {words}{between}",
         count(cluster.workers(), "worker"),
         count(hosts, "host"),
         count(working_racks, "rack")
@@ -151,6 +157,23 @@ mod tests {
             meaning(&ring, &Tree::new(&ring), 1),
             "4 workers on 4 hosts in 1 rack: sums go from host to host, and small ones straight to \
              the servers"
+        );
+        let port = |number| Port { number, rate: "1gbit".parse().unwrap() };
+        let ports = (0..4).map(port).collect();
+        let racks = Cluster::new(4, Servers::Colocated, 1).unwrap().with_ports(ports).unwrap();
+        let racks = racks.with_hosts(Vec::new(), vec![0, 1, 0, 1]).unwrap();
+        let between = |rate: &str| {
+            let cluster = racks.clone().with_core(rate.parse().ok()).in_a_ring();
+            meaning(&cluster, &Tree::new(&cluster), 2)
+        };
+        assert_eq!(
+            between("900mbit"),
+            "4 workers on 4 hosts in 2 racks: sums go from host to host, rack after rack, and small \
+             ones leave a rack once (900 Mbit/s from rack to rack)"
+        );
+        assert_eq!(
+            between("100mbit"),
+            "4 workers on 4 hosts in 2 racks: sums leave a rack once (100 Mbit/s from rack to rack)"
         );
         assert_eq!(
             colocated(&[0, 1], &[]),

@@ -75,8 +75,8 @@ impl Claims {
         self.hosts.iter().map(|host| on(*host)).min().unwrap_or(1)
     }
 
-    /// The nodes that measure, one for each host: its first worker, or its first server. Empty if
-    /// nothing is to be measured.
+    /// The nodes that measure, one for each host: its first worker, or its first server. They come rack
+    /// after rack. Empty if nothing is to be measured.
     pub(crate) fn probers(&self) -> Vec<NodeId> {
         let unknown = self.rates.contains(&LinkRate::Unknown);
         let all_given = self.rates.iter().all(|rate| matches!(rate, LinkRate::Given(_)));
@@ -86,7 +86,20 @@ impl Claims {
         }
         // Workers have the lower ids.
         let first = |host| self.hosts.iter().position(|of| *of == host);
-        (0..hosts).filter_map(first).map(|node| NodeId(node as u16)).collect()
+        let mut by_rack: Vec<u16> = (0..hosts).collect();
+        by_rack.sort_by_key(|host| self.rack(*host));
+        by_rack.into_iter().filter_map(first).map(|node| NodeId(node as u16)).collect()
+    }
+
+    /// The number of a host's rack.
+    fn rack(&self, host: u16) -> u16 {
+        self.racks.get(usize::from(host)).copied().unwrap_or(0)
+    }
+
+    /// What one stream from a rack to the next one carries, as far as it was measured.
+    fn core(&self, seen: &[(NodeId, NodeId, Rate)]) -> Option<Rate> {
+        let rack = |node: NodeId| self.hosts.get(node.index()).map(|host| self.rack(*host));
+        seen.iter().filter(|(from, to, _)| rack(*from) != rack(*to)).map(|seen| seen.2).min()
     }
 
     /// `cluster` as it is while ports are measured: with the lanes that it has in any case.
@@ -107,9 +120,9 @@ impl Claims {
     /// how fast.
     ///
     /// Of each way through a port the fastest counts, and of the two ways the slower one: layers
-    /// need both alike. On a fast network, ports that were measured count as equal. Nodes of one host that give the same rate share a port of it. A node whose
-    /// budget is smaller than its part of its host's port has a port of its own. A port that was not
-    /// measured counts as the fastest one.
+    /// need both alike. On a fast network, ports that were measured count as equal. Nodes of one host
+    /// that give the same rate share a port of it. A node whose budget is smaller than its part of its
+    /// host's port has a port of its own. A port that was not measured counts as the fastest one.
     pub(crate) fn settle(
         &self,
         cluster: Cluster,
@@ -123,8 +136,9 @@ impl Claims {
         let hosts = self.hosts.iter().max().map_or(0, |last| last + 1);
         let mut by_host: Vec<Option<Rate>> =
             (0..hosts).map(|host| self.measured(host, seen)).collect();
-        level_fast(by_host.iter_mut().flatten());
-        by_host.iter_mut().flatten().for_each(|rate| *rate = judge_measured(*rate));
+        let mut core = self.core(seen);
+        level_fast(by_host.iter_mut().chain([&mut core]).flatten());
+        by_host.iter_mut().chain([&mut core]).flatten().for_each(|r| *r = judge_measured(*r));
         let measured = |host: u16| {
             let rate = by_host[usize::from(host)]?;
             // Lane 0 is measured, which uses one of the interfaces. Those without a lane do not count.
@@ -175,7 +189,7 @@ impl Claims {
         let lanes = if self.lanes_by_rate { by_rate.max(most_interfaces) } else { self.lanes };
         let port = |number: u16| Port { number, rate: rates[usize::from(number)] };
         let ports = ports.into_iter().map(port).collect();
-        cluster.with_lanes(lanes)?.with_ports(ports)
+        cluster.with_lanes(lanes)?.with_ports(ports).map(|cluster| cluster.with_core(core))
     }
 }
 
@@ -282,6 +296,24 @@ mod tests {
         assert_eq!(probers(&[Measured, Unknown], &[0, 1]), [0u16; 0]);
         assert_eq!(probers(&[Given(rate(10)); 2], &[0, 1]), [0u16; 0]);
         assert_eq!(probers(&[Given(rate(10)), Measured], &[0, 1]), [0, 1]);
+    }
+
+    /// Hosts of two racks in turn, whose links carry less than a port, or as much.
+    #[test]
+    fn racks_are_measured_apart_from_ports() {
+        let racks = vec![0, 1, 0, 1];
+        let claims = Claims { racks, ..claims(&[LinkRate::Measured; 4], &[0, 1, 2, 3]) };
+        assert_eq!(claims.probers(), [0, 2, 1, 3].map(NodeId));
+        let measured = |between| {
+            let first = [(0, 2, 930), (2, 1, between), (1, 3, 930), (3, 0, between)];
+            let later = [(0, 2, 930), (2, 0, 930), (1, 3, 930), (3, 1, 930)];
+            let cluster = settled(&claims, &[first, later].concat());
+            assert_eq!(ports(&cluster), [(0, 930), (1, 930), (2, 930), (3, 930)]);
+            assert_eq!(cluster.core(), Some(rate(between)));
+            cluster.in_a_ring().is_ring()
+        };
+        assert!(!measured(240), "sums are made inside racks");
+        assert!(measured(900));
     }
 
     /// Node 2 has the slow port: all that it sends and receives is slow. Its partners are fast with

@@ -2,8 +2,9 @@
 //! them.
 //!
 //! One node of each host takes part. In every round it sends to the node that is some places further
-//! on, and receives from the one as far back, so that all ports are used both ways at once. What is
-//! sent are trains of bytes, each twice as long as the one before, until one takes long enough to be
+//! on, and receives from the one as far back, so that all ports are used both ways at once. In the
+//! first round that is the next node, rack after rack: one stream passes from each rack to the next
+//! one, as in a ring. Later rounds stay inside racks, where only ports count. What is sent are trains of bytes, each twice as long as the one before, until one takes long enough to be
 //! judged. The time of a train ends when its acknowledgement comes, so a node that is kept waiting
 //! makes a port look slower, never faster, and of several rounds the fastest counts.
 
@@ -13,7 +14,7 @@ use crate::job::line::ControlLine;
 use crate::job::link_rate::ROUNDS;
 use mio::{Events, Poll, Token};
 use poseidon_core::wire::{Header, Kind};
-use poseidon_core::{ChunkKey, Clock, LayerId, NodeId, Rate};
+use poseidon_core::{ChunkKey, Clock, LayerId, NodeId, Rate, Tree};
 use poseidon_link::{Link, TAG_SIZE, Tagging};
 use std::collections::VecDeque;
 use std::io::{ErrorKind, IoSlice, IoSliceMut};
@@ -40,9 +41,15 @@ impl Probe<'_> {
     pub(crate) fn measure(&self, links: &mut Links) -> Result<Arc<Book>, Error> {
         let mut sent = None;
         if let Some(place) = self.probers.iter().position(|node| *node == self.me) {
+            let tree = Tree::new(&self.book.cluster);
+            let racks = self.probers.iter().map(|node| tree.rack(tree.host(*node)));
+            let racks: Vec<u16> = racks.collect();
             for round in 0..ROUNDS {
                 self.line.measured(round, sent, self.patience)?;
-                sent = self.round(place, round, links)?;
+                sent = match partners(place, round, &racks) {
+                    Some([to, from]) => self.round(self.probers[to], self.probers[from], links)?,
+                    None => None,
+                };
             }
         }
         let book = self.line.measured(ROUNDS, sent, self.patience)?;
@@ -52,14 +59,10 @@ impl Probe<'_> {
     /// One round. Returns to whom this node has sent, and how fast.
     fn round(
         &self,
-        place: usize,
-        round: u8,
+        to: NodeId,
+        from: NodeId,
         links: &mut Links,
     ) -> Result<Option<(NodeId, Rate)>, Error> {
-        let count = self.probers.len();
-        let shift = 1 + usize::from(round) * (count - 1) / usize::from(ROUNDS);
-        let to = self.probers[(place + shift) % count];
-        let from = self.probers[(place + count - shift) % count];
         // Dedicated servers have no links to each other.
         let mut ends: Vec<End<'_>> = Vec::new();
         for (node, link) in links.iter_mut().filter(|(node, _)| *node == to || *node == from) {
@@ -100,6 +103,17 @@ impl Probe<'_> {
     fn trouble_with(&self, node: NodeId) -> impl FnOnce(std::io::Error) -> Error + use<> {
         Error::io(format!("measuring the link to {}", self.book.cluster.name(node)))
     }
+}
+
+/// The places to which the node at `place` sends and from which it receives in a round, among nodes of
+/// these racks. `None` if it has a rack of its own, and has measured it.
+fn partners(place: usize, round: u8, racks: &[u16]) -> Option<[usize; 2]> {
+    let of_rack = |at: &usize| round == 0 || racks[*at] == racks[place];
+    let among: Vec<usize> = (0..racks.len()).filter(of_rack).collect();
+    let (count, place) = (among.len(), among.iter().position(|at| *at == place)?);
+    let shift = 1 + usize::from(round) * (count - 1) / usize::from(ROUNDS);
+    (count > 1)
+        .then(|| [(place + shift) % count, (place + count - shift) % count].map(|at| among[at]))
 }
 
 /// What a probe frame says, in its header's chunk.
@@ -433,6 +447,46 @@ mod tests {
             }
             // In virtual time: bytes of all trains, both ways at once.
             assert!(took < Duration::from_millis(50), "{took:?} at {mbit} Mbit/s");
+        }
+    }
+
+    /// Who sends to whom, in all rounds.
+    fn rounds(racks: &[u16]) -> Vec<Vec<(usize, usize)>> {
+        let round = |round| {
+            let mut pairs = Vec::new();
+            for place in 0..racks.len() {
+                if let Some([to, from]) = partners(place, round, racks) {
+                    assert_eq!(partners(to, round, racks).map(|back| back[1]), Some(place));
+                    assert_eq!(partners(from, round, racks).map(|on| on[0]), Some(place));
+                    pairs.push((place, to));
+                }
+            }
+            pairs
+        };
+        (0..ROUNDS).map(round).collect()
+    }
+
+    #[test]
+    fn everybody_sends_and_receives_in_every_round() {
+        for count in 2..20 {
+            let rounds = rounds(&vec![0; count]);
+            assert!(rounds.iter().all(|pairs| pairs.len() == count));
+            assert!(rounds.iter().flatten().all(|(from, to)| from != to));
+        }
+        let four = rounds(&[0; 4]);
+        assert_eq!(four[0], [(0, 1), (1, 2), (2, 3), (3, 0)]);
+        assert_eq!(four[1], [(0, 2), (1, 3), (2, 0), (3, 1)]);
+    }
+
+    /// Racks of three hosts, one and two.
+    #[test]
+    fn one_stream_leaves_a_rack_and_then_none() {
+        let racks = [0, 0, 0, 1, 2, 2];
+        let rounds = rounds(&racks);
+        assert_eq!(rounds[0], [(0, 1), (1, 2), (2, 3), (3, 4), (4, 5), (5, 0)]);
+        for pairs in &rounds[1..] {
+            assert!(pairs.iter().all(|(from, to)| racks[*from] == racks[*to] && from != to));
+            assert_eq!(pairs.len(), 5, "the lonely host has nobody to send to");
         }
     }
 

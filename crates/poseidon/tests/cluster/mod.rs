@@ -95,7 +95,7 @@ pub(crate) struct Layout {
     pub(crate) carrier: Carriers,
     /// Nodes on each host, in order. None: all nodes are on one host.
     pub(crate) hosts: &'static [u16],
-    /// Hosts in each rack, in order. None: all hosts are in one rack.
+    /// By host: its rack. None: all hosts are in one rack.
     pub(crate) racks: &'static [u16],
     /// Whether connections between hosts are encrypted.
     pub(crate) encrypt: bool,
@@ -115,18 +115,14 @@ impl Layout {
     /// The configuration of one node.
     pub(crate) fn member(&self, config: &Config, member: Member) -> Config {
         let mut config = Config { member, ..config.clone() };
-        let position = |sizes: &[u16], of: u16| {
-            let ends = sizes.iter().scan(0, |end, size| {
+        if !self.hosts.is_empty() {
+            let ends = self.hosts.iter().scan(0, |end, size| {
                 *end += size;
                 Some(*end)
             });
-            ends.take_while(|end| *end <= of).count() as u16
-        };
-        if !self.hosts.is_empty() {
-            let host = position(self.hosts, config.node().0);
+            let host = ends.take_while(|end| *end <= config.node().0).count();
             config.host = Some(format!("host {host}"));
-            let named = (!self.racks.is_empty()).then(|| position(self.racks, host));
-            config.rack = named.map(|rack| format!("rack {rack}"));
+            config.rack = self.racks.get(host).map(|rack| format!("rack {rack}"));
         }
         config
     }

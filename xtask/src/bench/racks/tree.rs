@@ -1,13 +1,16 @@
 //! Part `racks`: nodes in racks with a slow link between them.
 //!
-//! Three ways to do the same exchange:
+//! Four ways to do the same exchange:
 //!
-//! * `racks named`: every node is told its rack. Sums are made in the racks first, and each chunk
-//!   crosses a rack's link once each way.
+//! * `racks named`: every node is told its rack, as users do it. The job measures what passes between
+//!   racks. If it is as much as a port carries, hosts are in a ring, rack after rack. Otherwise it is as
+//!   the third way.
 //! * `flat`: no rack is named. Hosts are in a ring in the order of their ranks, if the job measures
-//!   equal ports; otherwise it is as the next way.
-//! * `flat, no ring`: every node is told a rack of its own, which leaves neither sums in racks nor
-//!   a ring. Each node sends straight to all others.
+//!   equal ports; otherwise it is as the last way.
+//! * `sums in racks`: as the first way, but nothing is measured. Sums are made in the racks first, and
+//!   each chunk crosses a rack's link once each way.
+//! * `flat, no ring`: every node is told a rack of its own, and nothing is measured. Each node sends
+//!   straight to all others.
 
 use super::jobs::{Stage, Way};
 use super::plan::{self, Choice};
@@ -24,7 +27,9 @@ use std::fmt;
 /// The places of the ways.
 const NAMED: usize = 0;
 const FLAT: usize = 1;
-const STRAIGHT: usize = 2;
+const INSIDE: usize = 2;
+const STRAIGHT: usize = 3;
+const WAYS: usize = 4;
 
 /// The part of "as many times fewer bytes as a rack has hosts" that is enough: acknowledgements
 /// and barriers come on top of the bytes of both.
@@ -88,22 +93,31 @@ pub(super) fn run(bench: &Bench<'_>) -> Result<Found> {
         text += &format!("\nFailed: {case}\n");
     }
     let hosts = args.nodes / args.racks;
-    let verdicts = vec![fewer_bytes(&all, hosts), faster(&all), plan_is_right(&all)];
+    let verdicts =
+        vec![fewer_bytes(&all, hosts), faster(&all), never_slower(&all), plan_is_right(&all)];
     Ok(Found { finding: Finding { text, verdicts }, failed: failed.len() })
 }
 
-/// The three ways. A node is told its rack by a shell, because every node's differs.
+/// The four ways. A node is told its rack by a shell, because every node's differs. A job that is told
+/// what ports carry measures nothing.
 fn ways(bench: &Bench<'_>) -> Vec<Way> {
-    let way = |name, rack: Option<&str>| {
+    let way = |name, rack: Option<&str>, measures: bool| {
         let mut words = Vec::new();
         if let Some(rack) = rack {
-            let script = format!("POSEIDON_RACK=rack${rack} exec \"$@\"");
+            let rate = format!("POSEIDON_LINK_RATE={}mbit ", bench.args.mbit);
+            let rate = if measures { "" } else { &rate };
+            let script = format!("{rate}POSEIDON_RACK=rack${rack} exec \"$@\"");
             words.extend(["sh", "-c", &script, "sh"].map(str::to_owned));
         }
         words.extend(bench.worker());
         Way { name, words, interfaces: None }
     };
-    vec![way("racks named", Some("RACK")), way("flat", None), way("flat, no ring", Some("RANK"))]
+    vec![
+        way("racks named", Some("RACK"), true),
+        way("flat", None, true),
+        way("sums in racks", Some("RACK"), false),
+        way("flat, no ring", Some("RANK"), false),
+    ]
 }
 
 impl Case {
@@ -117,14 +131,15 @@ impl Case {
     }
 
     /// By way: buffers that pass a rack's link each way.
-    fn on_link(&self) -> [f64; 3] {
+    fn on_link(&self) -> [f64; WAYS] {
         let [hosts, racks, inside] =
             [self.nodes, self.racks, self.hosts_per_rack()].map(|count| count as f64);
         let ring = 2.0 * (hosts - 1.0) / hosts;
         // A ring in the order of runs leaves a rack once, one in turn leaves it from every host.
         let leaves = if self.order == Order::Runs { 1.0 } else { inside };
         let once = 2.0 * (racks - 1.0) / racks;
-        [once, leaves * ring, inside * once]
+        let named = if self.core_mbit() < self.mbit { once } else { ring };
+        [named, leaves * ring, once, inside * once]
     }
 
     /// Seconds that an exchange takes by the way that is slowest.
@@ -155,9 +170,9 @@ impl Case {
 impl Measured {
     /// By way: seconds that no exchange is shorter than, by a node's port and by the bytes that a
     /// rack's link has carried.
-    fn bounds(&self) -> [f64; 3] {
+    fn bounds(&self) -> [f64; WAYS] {
         let core = self.case.core_mbit() as f64 * 1e6 / 8.0;
-        [NAMED, FLAT, STRAIGHT]
+        [NAMED, FLAT, INSIDE, STRAIGHT]
             .map(|way| self.case.port_seconds().max(self.rounds.link(way) / core))
     }
 }
@@ -176,18 +191,20 @@ fn introduction(bench: &Bench<'_>) -> String {
         let (nodes, racks, oversubscription, size) = (args.nodes, args.racks, 1, Size::mb(1));
         Case { nodes, racks, mbit, oversubscription, order, size }.on_link()
     };
-    let [once, ring, straight] = on_link(Order::Runs);
+    let [_, ring, once, straight] = on_link(Order::Runs);
     let in_turn = on_link(Order::Turns)[FLAT];
     format!(
         "{} nodes in {} racks, {hosts} in each. A node's port carries {mbit} Mbit/s each way. The \
          link of a rack to the others carries as much as the rack's ports together, divided by the \
          *oversubscription*. Queues hold {}. In *runs* the first {hosts} nodes are in the first \
          rack; in *turns* the racks take one node after the other.\n\n\
-         *racks named* makes sums in the racks first: {once:.2} buffers pass a rack's link each \
-         way. *flat* names no racks, so hosts are in a ring in the order of their ranks: {ring:.2} \
-         buffers in runs, {in_turn:.2} in turns. A job whose ports measure unequal has no ring, \
-         and a slow link may look like slow ports. *flat, no ring* sends straight between all \
-         nodes: {straight:.2} buffers.\n\n{}",
+         *racks named* measures what passes between racks. Where it is as much as a port carries, \
+         hosts are in a ring, rack after rack: {ring:.2} buffers pass a rack's link each way. \
+         Elsewhere it is as *sums in racks*, where sums are made in the racks first: {once:.2} \
+         buffers. *flat* names no racks, so hosts are in a ring in the order of their ranks: \
+         {ring:.2} buffers in runs, {in_turn:.2} in turns. A job whose ports measure unequal has no \
+         ring, and a slow link may look like slow ports. *flat, no ring* sends straight between \
+         all nodes: {straight:.2} buffers.\n\n{}",
         args.nodes,
         args.racks,
         args.queue,
@@ -217,12 +234,12 @@ fn plans(all: &[Measured]) -> String {
     let mut text =
         "`poseidon plan` of one layer that takes no time to compute. It knows racks whose \
         hosts are in runs.\n\n\
-        | case | plan: named, s | plan: flat, s | the plan names racks | measured: flat / named | \
-        why |\n| --- | --- | --- | --- | --- | --- |\n"
+        | case | plan: sums in racks, s | plan: flat, s | the plan makes sums in racks | measured: \
+        flat / sums in racks | why |\n| --- | --- | --- | --- | --- | --- |\n"
             .to_owned();
     for Measured { case, rounds, plan } in all {
         let Some(plan) = plan else { continue };
-        let measured = rounds.ratio(FLAT, NAMED);
+        let measured = rounds.ratio(FLAT, INSIDE);
         text += &format!(
             "| {case} | {:.4} | {:.4} | {} | {} | {} |\n",
             plan.iteration_seconds_inside,
@@ -237,15 +254,15 @@ fn plans(all: &[Measured]) -> String {
 
 fn fewer_bytes(all: &[Measured], hosts: u64) -> Verdict {
     let times = |measured: &Measured| {
-        let times = measured.rounds.fewer_bytes(STRAIGHT, NAMED)?;
+        let times = measured.rounds.fewer_bytes(STRAIGHT, INSIDE)?;
         Some((measured.case.to_string(), times))
     };
     let worst = all.iter().filter_map(times).min_by(|a, b| a.1.total_cmp(&b.1));
     let enough = ENOUGH * hosts as f64;
     Verdict {
         target: format!(
-            "named racks: a rack's link carries {hosts} times fewer bytes than without a ring, \
-             {:.0}% of that at least",
+            "sums in racks: a rack's link carries {hosts} times fewer bytes than when all send \
+             straight, {:.0}% of that at least",
             100.0 * ENOUGH
         ),
         measured: worst.as_ref().map_or("-".into(), |(case, times)| {
@@ -277,12 +294,41 @@ fn faster(all: &[Measured]) -> Verdict {
     }
 }
 
+/// What the job decides is as fast as what it could have decided.
+fn never_slower(all: &[Measured]) -> Verdict {
+    let slower = |measured: &Measured| {
+        let slower = [FLAT, INSIDE, STRAIGHT].map(|way| {
+            let ratio = measured.rounds.ratio(way, NAMED)?;
+            (ratio.verdict() == ratio::Verdict::Slower).then_some((measured.case, way, ratio))
+        });
+        slower.into_iter().flatten().min_by(|a, b| a.2.median.total_cmp(&b.2.median))
+    };
+    let slower: Vec<_> = all.iter().filter_map(slower).collect();
+    let worst = slower.iter().min_by(|a, b| a.2.median.total_cmp(&b.2.median));
+    let count = all.len();
+    Verdict {
+        target: "named racks are slower than no other way".into(),
+        measured: match worst {
+            _ if all.is_empty() => "-".into(),
+            None => format!("in all {count} cases"),
+            Some((case, way, ratio)) => {
+                let name = ["", "flat", "sums in racks", "flat, no ring"][*way];
+                format!(
+                    "{} of {count} cases slower; at worst {ratio} of {name} ({case})",
+                    slower.len()
+                )
+            }
+        },
+        met: (!all.is_empty()).then_some(slower.is_empty()),
+    }
+}
+
 fn plan_is_right(all: &[Measured]) -> Verdict {
     let judged: Vec<_> = all
         .iter()
         .filter_map(|measured| {
             let names = measured.plan.as_ref()?.adds_up_inside;
-            let ratio = measured.rounds.ratio(FLAT, NAMED)?;
+            let ratio = measured.rounds.ratio(FLAT, INSIDE)?;
             let faster = ratio.verdict() == ratio::Verdict::Faster;
             let right = if names { faster } else { !faster || ratio.median < WORTH };
             Some((measured.case, names, right))
@@ -291,12 +337,12 @@ fn plan_is_right(all: &[Measured]) -> Verdict {
     let wrong: Vec<_> =
         judged.iter().filter(|judged| !judged.2).map(|judged| judged.0.to_string()).collect();
     let named = judged.iter().filter(|judged| judged.1).count();
-    let mut words = format!("named in {named} of {} cases", judged.len());
+    let mut words = format!("in racks in {named} of {} cases", judged.len());
     if !wrong.is_empty() {
         words += &format!("; wrong: {}", wrong.join("; "));
     }
     Verdict {
-        target: "the plan names racks where that is faster, and leaves them out elsewhere".into(),
+        target: "the plan makes sums in racks where that is faster, and not elsewhere".into(),
         measured: if judged.is_empty() { "-".into() } else { words },
         met: (!judged.is_empty()).then_some(wrong.is_empty()),
     }
@@ -315,8 +361,12 @@ mod tests {
     }
 
     fn measured(oversubscription: u64, flat_ms: f64, names: bool) -> Measured {
-        let ways =
-            [("racks named", 160.0, 1.1e7), ("flat", flat_ms, 1.9e7), ("straight", 400.0, 4.4e7)];
+        let ways = [
+            ("racks named", 159.0, 1.1e7),
+            ("flat", flat_ms, 1.9e7),
+            ("sums in racks", 160.0, 1.1e7),
+            ("straight", 400.0, 4.4e7),
+        ];
         let plan = Choice {
             adds_up_inside: names,
             iteration_seconds_inside: 0.16,
@@ -331,9 +381,10 @@ mod tests {
     }
 
     #[test]
-    fn a_racks_link_carries_a_buffer_by_named_racks_and_one_for_every_host_without_a_ring() {
-        assert_eq!(case(4, Order::Runs).on_link(), [1.0, 1.75, 4.0]);
-        assert_eq!(case(4, Order::Turns).on_link(), [1.0, 7.0, 4.0]);
+    fn a_racks_link_carries_a_buffer_with_sums_in_racks_and_one_for_every_host_without_a_ring() {
+        assert_eq!(case(4, Order::Runs).on_link(), [1.75, 1.75, 1.0, 4.0]);
+        assert_eq!(case(4, Order::Turns).on_link(), [1.75, 7.0, 1.0, 4.0]);
+        assert_eq!(case(8, Order::Turns).on_link(), [1.0, 7.0, 1.0, 4.0]);
         let [core, narrow] = [1, 8].map(|times| case(times, Order::Runs).core_mbit());
         assert_eq!((core, narrow), (4000, 500));
         // Ten MB pass a port of 1 Gbit/s 1.75 times, and a link of 500 Mbit/s 4 times at most.
@@ -345,7 +396,7 @@ mod tests {
     fn bounds_are_by_ports_and_by_what_racks_links_carried() {
         // 19 MB at 500 Mbit/s are 0.304 s, and 44 MB are 0.704 s.
         let bounds = measured(8, 320.0, true).bounds().map(|seconds| (1e3 * seconds) as u64);
-        assert_eq!(bounds, [176, 304, 704]);
+        assert_eq!(bounds, [176, 304, 176, 704]);
         let wide = measured(1, 320.0, true).bounds();
         assert!(wide.iter().all(|bound| *bound == case(1, Order::Runs).port_seconds()), "{wide:?}");
     }
@@ -358,28 +409,28 @@ mod tests {
         let plain = "poseidon bench exchange --in-cluster --turns --bytes 10485760";
         assert_eq!(words[FLAT], plain);
         assert_eq!(words[NAMED], format!("sh -c POSEIDON_RACK=rack$RACK exec \"$@\" sh {plain}"));
-        assert_eq!(
-            words[STRAIGHT],
-            format!("sh -c POSEIDON_RACK=rack$RANK exec \"$@\" sh {plain}")
-        );
+        let given = "sh -c POSEIDON_LINK_RATE=1000mbit POSEIDON_RACK=rack";
+        assert_eq!(words[INSIDE], format!("{given}$RACK exec \"$@\" sh {plain}"));
+        assert_eq!(words[STRAIGHT], format!("{given}$RANK exec \"$@\" sh {plain}"));
     }
 
     #[test]
     fn bytes_speed_and_the_plan_are_judged() {
-        let good = [measured(8, 300.0, true), measured(1, 158.0, false)];
-        let verdicts = [fewer_bytes(&good, 4), faster(&good), plan_is_right(&good)];
+        let judge = |all: &[Measured], hosts| {
+            [fewer_bytes(all, hosts), faster(all), never_slower(all), plan_is_right(all)]
+        };
+        let good = [measured(8, 300.0, true), measured(1, 159.0, false)];
+        let verdicts = judge(&good, 4);
         assert!(verdicts.iter().all(|verdict| verdict.met == Some(true)));
-        assert_eq!(verdicts[2].measured, "named in 1 of 2 cases");
-        let bad = [measured(8, 158.0, true), measured(1, 300.0, false)];
-        let verdicts = [fewer_bytes(&bad, 5), faster(&bad), plan_is_right(&bad)];
+        assert_eq!(verdicts[2].measured, "in all 2 cases");
+        assert_eq!(verdicts[3].measured, "in racks in 1 of 2 cases");
+        let verdicts = judge(&[measured(8, 140.0, true), measured(1, 300.0, false)], 5);
         assert!(verdicts.iter().all(|verdict| verdict.met == Some(false)));
+        let slower = "1 of 2 cases slower; at worst 0.88";
+        assert!(verdicts[2].measured.starts_with(slower), "{}", verdicts[2].measured);
         let wrong = "wrong: oversubscription 8 in runs, 10MB; oversubscription 1 in runs, 10MB";
-        assert!(verdicts[2].measured.contains(wrong), "{}", verdicts[2].measured);
-        assert!(
-            [fewer_bytes(&[], 4), faster(&[]), plan_is_right(&[])]
-                .iter()
-                .all(|verdict| verdict.met.is_none())
-        );
+        assert!(verdicts[3].measured.contains(wrong), "{}", verdicts[3].measured);
+        assert!(judge(&[], 4).iter().all(|verdict| verdict.met.is_none()));
         assert!(
             plans(&good).contains("| oversubscription 8 in runs, 10MB | 0.1600 | 0.3000 | yes |")
         );
