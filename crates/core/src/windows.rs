@@ -1,14 +1,15 @@
 //! How what may be under way to a host's port is shared out among the links that end there.
 
 use crate::port::{lone_window, window};
-use crate::{Cluster, NodeId, Rate, Tree};
-use std::collections::BTreeMap;
+use crate::{Cluster, NodeId, Rate, Role, Tree};
+use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 /// The receive windows of one node's links: a part of the port's budget for each.
 ///
 /// Every other host has an equal part, because it sends as much as any other, by few connections or by
-/// many. In a ring, large layers come from one host, whose port is as fast as this one: its links have
+/// many. A server that sends to more hosts than this one hears has its own port in mind, too: what waits
+/// there makes acknowledgements late, and so all that comes the other way. In a ring, large layers come from one host, whose port is as fast as this one: its links have
 /// as much as the way holds ([`lone_window`]). Half of the budget is for what goes straight. Nodes that
 /// this one exchanges no sums with have a small window.
 #[derive(Debug)]
@@ -23,6 +24,9 @@ pub struct Windows {
     here: usize,
     /// Nodes on other hosts that anything is exchanged with.
     partners: usize,
+    /// By node: the hosts that it exchanges sums with, if it is a worker or a server only. Nodes that
+    /// are both hear as many hosts as they send to.
+    reach: Vec<usize>,
     straight: Senders,
     ring: Senders,
 }
@@ -55,9 +59,14 @@ impl Windows {
             partners.retain(|partner| away.binary_search(partner).is_ok());
             partners
         };
+        // Workers and servers: between two workers that hold no shards only factors pass.
+        let sums = |a: NodeId, b: NodeId| {
+            let roles = cluster.role(a).zip(cluster.role(b));
+            roles.is_some_and(|(a, b)| a.worker && b.server || a.server && b.worker)
+        };
         let is_flat = tree.is_flat() || !summed;
         let straight = Senders::new(&tree, &here, me, |node| match is_flat {
-            true => partners(node),
+            true => partners(node).into_iter().filter(|other| sums(node, *other)).collect(),
             false => tree.senders(node, false),
         });
         let ring = Senders::new(&tree, &here, me, |node| match cluster.is_ring() {
@@ -66,13 +75,26 @@ impl Windows {
         });
         let parts = 1 + usize::from(cluster.is_ring());
         let (here, partners) = (here.len(), partners(me).len());
-        Self { tree, host, lanes, rate, parts, here, partners, straight, ring }
+        let roles = || cluster.node_ids().filter_map(|node| cluster.role(node));
+        let with = |wanted: fn(&Role) -> bool| {
+            let nodes = cluster.node_ids().zip(roles()).filter(|(_, role)| wanted(role));
+            nodes.map(|(node, _)| tree.host(node)).collect::<BTreeSet<_>>().len()
+        };
+        let (working, serving) = (with(|role| role.worker), with(|role| role.server));
+        let reach = roles().map(|role| match (role.worker, role.server) {
+            (true, true) => 0,
+            (true, false) => serving,
+            (false, _) => working,
+        });
+        let reach = reach.collect();
+        Self { tree, host, lanes, rate, parts, here, partners, reach, straight, ring }
     }
 
     /// The receive window of the link from `node`, over a way that takes `round_trip`, in bytes. `None`
     /// if nothing bounds it: the node is on this host, or its host is the only other one. One sender
-    /// does not overflow a port that is as fast as its own.
-    pub fn of(&self, node: NodeId, round_trip: Option<Duration>) -> Option<usize> {
+    /// does not overflow a port that is as fast as its own. The links of `node` have so many `lanes` for
+    /// each of its ports.
+    pub fn of(&self, node: NodeId, lanes: usize, round_trip: Option<Duration>) -> Option<usize> {
         let host = self.tree.host(node);
         if host == self.host {
             return None;
@@ -84,10 +106,14 @@ impl Windows {
             return Some(lone_window(self.lanes, self.rate, round_trip));
         }
         let (count, shares) = match connections(&self.straight) {
-            Some(of_host) => (self.parts * self.straight.connections.len(), of_host),
-            None => (self.parts * self.partners, self.here),
+            Some(of_host) => {
+                // The part of this port, or that of the sender's, whichever is smaller.
+                let here = self.straight.connections.len() * self.lanes;
+                let there = self.reach[node.index()] * lanes;
+                (self.parts * here.max(there), of_host)
+            }
+            None => (self.parts * self.partners * self.lanes, self.here),
         };
-        let shares = shares * self.lanes;
         (count * shares > 1).then(|| window(count, shares, self.rate))
     }
 }
@@ -120,7 +146,7 @@ mod tests {
     }
 
     fn of(cluster: &Cluster, me: u16, lanes: usize, from: u16) -> Option<usize> {
-        Windows::new(cluster, NodeId(me), lanes, None, true).of(NodeId(from), None)
+        Windows::new(cluster, NodeId(me), lanes, None, true).of(NodeId(from), lanes, None)
     }
 
     #[test]
@@ -140,8 +166,29 @@ mod tests {
         // Two connections of one host share what its neighbour with one connection has.
         let uneven = cluster(&[0, 1, 1, 2]);
         let apart = Windows::new(&uneven, NodeId(0), 1, None, false);
-        let windows = [1, 2, 3].map(|from| apart.of(NodeId(from), None));
+        let windows = [1, 2, 3].map(|from| apart.of(NodeId(from), 1, None));
         assert_eq!(windows, [BUDGET / 4, BUDGET / 4, BUDGET / 2].map(Some));
+    }
+
+    /// Eight workers and a box with four lanes. Each lane of the box has an interface, and all lanes of a
+    /// worker have one. Results come from the box alone.
+    #[test]
+    fn what_waits_at_a_box_is_as_much_as_what_is_under_way_to_it() {
+        let cluster = Cluster::new(8, Servers::Dedicated(1), 4).unwrap();
+        let windows = |me, lanes| Windows::new(&cluster, NodeId(me), lanes, None, true);
+        assert_eq!(windows(8, 1).of(NodeId(3), 4, None), Some(BUDGET / 8));
+        assert_eq!(windows(0, 4).of(NodeId(8), 1, None), Some(BUDGET / 8));
+        assert_eq!(
+            windows(0, 4).of(NodeId(3), 4, None),
+            Some(BUDGET / 32),
+            "factors from a worker"
+        );
+        // One interface of it is that of a dedicated server like any other.
+        let cluster = cluster.with_lanes(1).unwrap();
+        assert_eq!([of(&cluster, 8, 1, 3), of(&cluster, 0, 1, 8)], [Some(BUDGET / 8); 2]);
+        // With two servers and three workers it is the ports of servers that have the most to send.
+        let cluster = Cluster::new(3, Servers::Dedicated(2), 1).unwrap();
+        assert_eq!([of(&cluster, 4, 1, 0), of(&cluster, 0, 1, 4)], [Some(BUDGET / 3); 2]);
     }
 
     #[test]
@@ -154,9 +201,9 @@ mod tests {
         let rate = "10gbit".parse().ok();
         let fast = Windows::new(&ring, NodeId(0), 2, rate, true);
         let far = Some(Duration::from_micros(200));
-        assert_eq!(fast.of(NodeId(1), far), Some(250_000));
-        assert_eq!(fast.of(NodeId(1), Some(Duration::from_micros(40))), Some(64 << 10));
-        assert_eq!(fast.of(NodeId(1), Some(Duration::from_millis(1))), Some(375_000));
+        assert_eq!(fast.of(NodeId(1), 2, far), Some(250_000));
+        assert_eq!(fast.of(NodeId(1), 2, Some(Duration::from_micros(40))), Some(64 << 10));
+        assert_eq!(fast.of(NodeId(1), 2, Some(Duration::from_millis(1))), Some(375_000));
     }
 
     /// Ranks of one host share its port: the windows of all that goes straight to any of them fit the

@@ -227,7 +227,8 @@ fn windows(setup: &Setup) -> Vec<u32> {
     let nodes = || cluster.node_ids();
     let of_receiver = |receiver| {
         let windows = Windows::new(cluster, receiver, 1, None, consistency.is_bsp());
-        nodes().map(move |sender| windows.of(sender, None).map_or(WINDOW, |window| window as u32))
+        let of = move |sender| windows.of(sender, 1, None).map_or(WINDOW, |window| window as u32);
+        nodes().map(of)
     };
     nodes().flat_map(of_receiver).collect()
 }

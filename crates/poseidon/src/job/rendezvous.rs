@@ -336,6 +336,7 @@ impl Opening<'_> {
         // Lanes share the interfaces, and so the port's rate.
         let interfaces = self.choices.len();
         let lanes = links.len().div_ceil(interfaces);
+        let all_lanes = links.len();
         let rate = cluster.ports().get(me.index()).map(|port| port.rate);
         let rate = rate.map(|rate| Rate::nearest(rate.bits() as f64 / interfaces as f64));
         // Where workers may be at different clocks, nothing is added up inside hosts.
@@ -353,7 +354,9 @@ impl Opening<'_> {
             // On a long way, queues are not what takes time, and a small window would.
             let round_trip = link.round_trip();
             let is_long = round_trip.is_some_and(|time| time > LONG_WAY);
-            let window = windows.of(*node, round_trip).filter(|_| !is_long);
+            let interfaces = book.nodes.get(node.index()).map_or(1, NodeFacts::interfaces);
+            let their_lanes = all_lanes.div_ceil(interfaces);
+            let window = windows.of(*node, their_lanes, round_trip).filter(|_| !is_long);
             let bytes = window.unwrap_or(SOCKET_BUFFER);
             let is_away = tree.host(*node) != tree.host(me);
             if is_away && !is_long && !link.expect_answers_soon() {
