@@ -7,6 +7,7 @@ import sys
 
 import pytest
 import torch
+from cluster import run
 from models import Cnn, Transformer
 from poseidon.describe import describe, dumps, main
 from torch import nn
@@ -102,3 +103,20 @@ def test_factors_that_save_less_than_messages_cost_do_not_go():
     table = psd.plan(nn.Sequential(nn.Linear(64, 64), nn.Linear(1024, 1024)), batch=8, workers=8)
     schemes = {line.split()[0]: line.split()[2] for line in table.splitlines()}
     assert schemes["0.weight"] == "ps" and schemes["1.weight"] == "sfb"
+
+
+def planned_on_two_hosts():
+    import os
+
+    import poseidon.torch as psd
+
+    os.environ["POSEIDON_HOST"] = "first" if int(os.environ["RANK"]) < 2 else "second"
+    psd.init()
+    model = nn.Linear(512, 512, bias=False)
+    return psd.plan(model, batch=150), psd.plan(model, batch=150, workers=3)
+
+
+def test_ranks_that_share_a_port_count_as_its_host():
+    for table, apart in run(planned_on_two_hosts, 3):
+        assert "ps" in table.split() and "per host" in table, table
+        assert "sfb" in apart.split() and "per node" in apart, apart

@@ -1,5 +1,6 @@
 //! Which local address a node listens on, and why that one.
 
+use crate::NumaNode;
 use crate::names::resolve;
 use crate::secret::random_number;
 use socket2::Socket;
@@ -161,12 +162,9 @@ impl Choice {
         crate::window::interface_mtu(self.interface.as_deref()?)
     }
 
-    /// The NUMA node that the interface is attached to, where the machine says so.
-    pub fn numa_node(&self) -> Option<usize> {
-        let interface = self.interface.as_deref()?;
-        let path = format!("/sys/class/net/{interface}/device/numa_node");
-        // It is -1 where there are no such nodes.
-        std::fs::read_to_string(path).ok()?.trim().parse().ok()
+    /// The NUMA node that the interface is attached to, on a machine with several.
+    pub fn numa_node(&self) -> Option<NumaNode> {
+        NumaNode::of_interface(self.interface.as_deref()?)
     }
 }
 

@@ -8,7 +8,7 @@
 //! the links alive.
 
 use super::channel::Channel;
-use super::sharing::Sharing;
+use super::sharing::{Place, Sharing};
 use super::{Engine, Next};
 use crate::Error;
 use poseidon_core::NodeId;
@@ -69,15 +69,15 @@ const WAKER: mio::Token = mio::Token(usize::MAX);
 const LOOK: Duration = Duration::from_millis(500);
 
 impl Driver {
-    /// Starts the engine's own thread. `core` is where that thread stays, if it shares the core with
-    /// the same lane of other nodes on this host: what one of them sends, the next one to run
-    /// receives, from the cache it was written to. Then, and if it `yields` anyway, the thread lets
-    /// others run while a program waits.
+    /// Starts the engine's own thread. `place` is where that thread stays. It may share a core with the
+    /// same lane of other nodes on this host: what one of them sends, the next one to run receives,
+    /// from the cache it was written to. Then, and if it `yields` anyway, the thread lets others run
+    /// while a program waits.
     pub(crate) fn start(
         mut engine: Engine,
         epoch: Instant,
         name: String,
-        core: Option<usize>,
+        place: Place,
         yields: bool,
     ) -> Result<Arc<Self>, Error> {
         let poll = mio::Poll::new().map_err(Error::io("opening an event queue"))?;
@@ -97,7 +97,7 @@ impl Driver {
             summoned: Condvar::new(),
             ended: Condvar::new(),
             epoch,
-            yields: yields || core.is_some(),
+            yields: yields || matches!(place, Place::Core(_)),
             owner: std::process::id(),
             name,
         });
@@ -105,7 +105,7 @@ impl Driver {
         let thread = std::thread::Builder::new().name("poseidon-lane".into());
         let body = move || {
             let _witness = Witness(&own);
-            own.run(Sharing::new(core, yields));
+            own.run(Sharing::new(&place, yields));
         };
         thread.spawn(body).map_err(Error::io("starting a lane"))?;
         Ok(driver)
@@ -181,7 +181,7 @@ impl Driver {
                 if driven.stopped {
                     return self.let_go(driven, true);
                 }
-                let mut sharing = Sharing::new(None, self.yields);
+                let mut sharing = Sharing::new(&Place::Anywhere, self.yields);
                 self.drive(&mut driven, deadline, &mut sharing, |_| is_done());
                 self.let_go(driven, false);
                 continue;

@@ -39,14 +39,36 @@ const LONGEST_PAUSE: Duration = Duration::from_secs(8);
 /// After so many short yields, one after the other, the next pause is a short one again.
 const CALM: u32 = 200;
 
+/// Where a lane's thread stays.
+#[derive(Clone, Debug)]
+pub(crate) enum Place {
+    /// Wherever the scheduler has it.
+    Anywhere,
+    /// On this core, with lanes of other nodes.
+    Core(usize),
+    /// On these cores, as far as the process may use them: they are near the lane's interface. What the
+    /// thread is the first to write is in the memory near them, too.
+    Near(Vec<usize>),
+}
+
 impl Sharing {
-    /// `core`: where this thread stays, if it does.
-    pub(super) fn new(core: Option<usize>, yields: bool) -> Self {
-        let core = core.map(|core| {
-            let all = cores();
-            stay_on(&[core]);
-            (core, all)
-        });
+    pub(super) fn new(place: &Place, yields: bool) -> Self {
+        let core = match place {
+            Place::Anywhere => None,
+            Place::Core(core) => {
+                let all = cores();
+                stay_on(&[*core]);
+                Some((*core, all))
+            }
+            Place::Near(near) => {
+                let mut allowed = cores();
+                allowed.retain(|core| near.contains(core));
+                if !allowed.is_empty() {
+                    stay_on(&allowed);
+                }
+                None
+            }
+        };
         let habit = Habit { long: 0, short: 0, avoids: None, pause: PAUSE };
         Self { yields: yields || core.is_some(), core, habit }
     }
@@ -124,6 +146,22 @@ mod tests {
 
     fn habit() -> Habit {
         Habit { long: 0, short: 0, avoids: None, pause: PAUSE }
+    }
+
+    #[test]
+    fn a_lane_stays_near_its_interface_where_it_may() {
+        let all = cores();
+        let stays = |near: Vec<usize>| {
+            let thread = std::thread::spawn(move || {
+                Sharing::new(&Place::Near(near), false);
+                cores()
+            });
+            thread.join().unwrap()
+        };
+        let last = all[all.len() - 1];
+        assert_eq!(stays(vec![last, CpuSet::MAX_CPU - 1]), [last]);
+        assert_eq!(stays(vec![CpuSet::MAX_CPU - 1]), all, "the process may not use that core");
+        assert_eq!(stays(Vec::new()), all);
     }
 
     #[test]

@@ -34,6 +34,8 @@ pub(crate) struct Joined {
     pub(crate) serving: Serving,
     /// The coordinator, if this process serves it.
     pub(crate) coordinator: Option<Coordinator>,
+    /// By lane: the cores near its interface. None if any core will do.
+    pub(crate) near: Vec<Vec<usize>>,
 }
 
 /// Joins the job. Workers bring a description of it, servers take what they get.
@@ -113,8 +115,8 @@ pub(crate) fn join(config: &Config, job: Option<Job>) -> Result<Joined, Error> {
     opened.inspect_err(|error| line.give_up(error.to_string()))?;
     run.connected();
     tell_ports(&book, config.node());
-    tell_lanes(&book, &choices);
-    Ok(Joined { book, links, line, serving, coordinator })
+    let near = spread_lanes(&book, &choices);
+    Ok(Joined { book, links, line, serving, coordinator, near })
 }
 
 /// Begins a wait for other nodes.
@@ -122,14 +124,18 @@ fn watch(total: Duration) -> Result<WatchedPatience, Error> {
     WatchedPatience::start(total).map_err(Error::io("starting a thread that watches the time"))
 }
 
-/// Says which lane uses which interface, if there are several.
-fn tell_lanes(book: &Book, choices: &[Choice]) {
+/// Says which lane uses which interface, if there are several. Returns the cores near it, by lane.
+fn spread_lanes(book: &Book, choices: &[Choice]) -> Vec<Vec<usize>> {
+    let mut near = Vec::new();
     for lane in book.cluster.lane_ids().filter(|_| choices.len() > 1) {
         let choice = &choices[lane.index() % choices.len()];
         let interface = choice.interface.as_deref().unwrap_or("?");
-        let numa = choice.numa_node().map(|node| format!(", NUMA node {node}")).unwrap_or_default();
-        tracing::info!("lane {lane} uses {interface}, {}{numa}", choice.ip);
+        let numa = choice.numa_node();
+        let words = numa.as_ref().map(|numa| format!(", NUMA node {}", numa.number));
+        tracing::info!("lane {lane} uses {interface}, {}{}", choice.ip, words.unwrap_or_default());
+        near.push(numa.map_or(Vec::new(), |numa| numa.cores));
     }
+    near
 }
 
 /// What this node says about itself when it joins.

@@ -18,7 +18,7 @@ mod summaries;
 use crate::Error;
 use crate::engine::Engine;
 use crate::engine::driver::Driver;
-use crate::engine::sharing;
+use crate::engine::sharing::{self, Place};
 use crate::job::book::{Book, Job};
 use crate::job::config::Config;
 use crate::job::coordinator::Coordinator;
@@ -66,7 +66,7 @@ impl Node {
         job: Option<Job>,
         coordinator: Option<Coordinator>,
     ) -> Result<Arc<Self>, Error> {
-        let Joined { book, links, line, serving, coordinator: own } =
+        let Joined { book, links, line, serving, coordinator: own, near } =
             join(config, job).inspect_err(|why| Observed::never_joined(config, why))?;
         let (me, nodes) = (config.node(), book.cluster.nodes());
         let (cores, crowded) = (cores_to_share(config, &book), is_crowded(config, &book));
@@ -79,9 +79,13 @@ impl Node {
                 .within(budget.clone())
                 .called(book.cluster.name(me))
                 .recorded(observed.recorder.clone(), lane as u32);
-            let core = cores.get(lane % cores.len().max(1)).copied();
+            let place = match (cores.get(lane % cores.len().max(1)), near.get(lane)) {
+                (Some(core), _) => Place::Core(*core),
+                (None, Some(near)) if config.pin => Place::Near(near.clone()),
+                (None, _) => Place::Anywhere,
+            };
             let name = book.cluster.name(me);
-            lanes.push(Driver::start(engine, epoch, name, core, crowded)?);
+            lanes.push(Driver::start(engine, epoch, name, place, crowded)?);
         }
         let budget = Arc::new(NodeBudget { budget, epoch, lanes: lanes.clone() });
         let told = budget.clone();

@@ -4,7 +4,7 @@ use crate::job::book::{BOOK_VERSION, Book, Job};
 use crate::session::Builder;
 use crate::session::gather::await_failure;
 use crate::{Error, Group, OpenError, Session};
-use poseidon_core::{ChannelId, Epoch, NodeId};
+use poseidon_core::{ChannelId, Cluster, Epoch, NodeId};
 use std::sync::Arc;
 
 impl Session {
@@ -21,12 +21,18 @@ impl Session {
         let node = self.node.clone();
         let (job, rate, threads) = describe(Self::builder(node.config.clone())).check()?;
         let id = self.open_channel(name, Some(&job))?;
-        let workers: Vec<NodeId> = node.book.cluster.worker_ids().collect();
-        let cluster = job.arrange(node.book.cluster.among(&workers)?);
-        let nodes = node.book.nodes[..workers.len()].to_vec();
+        let cluster = job.arrange(self.sibling_cluster()?);
+        let nodes = node.book.nodes[..cluster.workers()].to_vec();
         let (identity, epoch) = (node.book.identity, Epoch::FIRST);
         let book = Arc::new(Book { version: BOOK_VERSION, identity, epoch, cluster, nodes, job });
         Self::open(node, id, book, rate, threads)
+    }
+
+    /// The workers of this session as a cluster, in which each of them holds shards: that of its
+    /// siblings. It says which of them share hosts and racks, and what ports carry.
+    pub fn sibling_cluster(&self) -> Result<Cluster, Error> {
+        let cluster = &self.node.book.cluster;
+        Ok(cluster.among(&cluster.worker_ids().collect::<Vec<_>>())?)
     }
 
     /// The same workers as a group. Every worker calls it with the same `name`, which no sibling and no

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from poseidon import _native
 from poseidon.torch._device import Beside, on_device, stream_of
-from poseidon.torch._job import is_initialized, memory, world_size
+from poseidon.torch._job import Job, is_initialized, memory, world_size
 from poseidon.torch._linear import is_patch
 from poseidon.torch._local import LocalRule
 
@@ -319,8 +319,8 @@ def _holders(tensor: Tensor) -> int:
 _ONE_HOLDER = _holders(torch.zeros(1, device="cpu"))
 
 
-def choose(weight: Tensor, rows: int, workers: int, scheme: str) -> Tuple[str, str]:
-    """How a Linear layer goes, and why."""
+def choose(weight: Tensor, rows: int, workers: "Union[int, _native.Session]", scheme: str) -> Tuple[str, str]:
+    """How a Linear layer goes, and why: among so many workers with a host each, or among those of a job."""
     m, n = weight.shape
     return _native.choose(m, n, rows, workers, scheme, _ENCODINGS.get(weight.dtype, "f32"))
 
@@ -398,7 +398,7 @@ def plan(model: nn.Module, batch: int, workers: Optional[int] = None, scheme: st
     sequences, batch times length.
     """
     model = getattr(model, "module", model) if hasattr(model, "sessions_plan") else model
-    workers = workers or (world_size() if is_initialized() else 4)
+    among = workers or (Job.get() if is_initialized() else 4)
     rows = [("parameter", "size", "scheme", "why")]
     factored = {id(p): linear for linear in factorable(model) for p in linear.parameters()}
     for name, parameter in model.named_parameters():
@@ -407,7 +407,7 @@ def plan(model: nn.Module, batch: int, workers: Optional[int] = None, scheme: st
         elif parameter.dtype == torch.float64:
             rows.append((name, str(parameter.numel()), "mean", WHY_MEAN))
         elif id(parameter) in factored:
-            choice, why = choose(factored[id(parameter)].weight, batch, workers, scheme)
+            choice, why = choose(factored[id(parameter)].weight, batch, among, scheme)
             if parameter.dim() == 1:
                 why = "part of its weight's factors" if choice == "sfb" else "its gradient has no factors"
             rows.append((name, str(parameter.numel()), choice, why))

@@ -327,7 +327,7 @@ class DistributedDataParallel(Forward, DdpInterface):
                 most = 0  # A GPU rebuilds the gradient of one step, which all workers take together.
             everywhere = all(factored.name in r for r in all_rows)
             is_known = weight in self._members
-            if most == 0 or not everywhere or not is_known or choose(weight, most, world_size(), self._scheme)[0] != "sfb":
+            if most == 0 or not everywhere or not is_known or choose(weight, most, Job.get(), self._scheme)[0] != "sfb":
                 factored.unit = None
                 continue
             # Frozen or not: what is trainable was settled when the model was wrapped.

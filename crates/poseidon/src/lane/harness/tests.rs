@@ -2,6 +2,7 @@
 
 use super::*;
 use crate::engine::driver::Driver;
+use crate::engine::sharing::Place;
 use poseidon_core::wire::{Header, Purpose};
 use poseidon_core::{ChunkKey, JobId};
 use poseidon_link::{
@@ -250,7 +251,7 @@ fn a_close_that_arrives_with_the_last_bytes_is_noticed_at_once() {
     let (terms, landings) = (Terms::default(), None);
     let exchange = Exchange { layer, clock, kind, terms, gradient, destination, landings };
     assert!(commands.send(Command::Send(Arc::new(exchange), 0..1)).is_ok());
-    let driver = Driver::start(engine, Instant::now(), "worker 0".into(), None, false).unwrap();
+    let driver = Driver::start(engine, Instant::now(), "worker 0".into(), Place::Anywhere, false).unwrap();
     driver.kick();
     let (sender, chunk) = (NodeId(1), ChunkKey { layer, index: 0 });
     let (channel, epoch) = (ChannelId::FIRST, Epoch::FIRST);
