@@ -8,8 +8,9 @@ use std::time::Duration;
 /// The receive windows of one node's links: a part of the port's budget for each.
 ///
 /// Every other host has an equal part, because it sends as much as any other, by few connections or by
-/// many. A server that sends to more hosts than this one hears has its own port in mind, too: what waits
-/// there makes acknowledgements late, and so all that comes the other way. In a ring, large layers come from one host, whose port is as fast as this one: its links have
+/// many. A server's part may be smaller than this port allows, because it sends to more hosts than this
+/// one hears: what waits at the server's port makes acknowledgements late, and so all that comes the
+/// other way. In a ring, large layers come from one host, whose port is as fast as this one: its links have
 /// as much as the way holds ([`lone_window`]). Half of the budget is for what goes straight. Nodes that
 /// this one exchanges no sums with have a small window.
 #[derive(Debug)]
@@ -75,16 +76,18 @@ impl Windows {
         });
         let parts = 1 + usize::from(cluster.is_ring());
         let (here, partners) = (here.len(), partners(me).len());
-        let roles = || cluster.node_ids().filter_map(|node| cluster.role(node));
-        let with = |wanted: fn(&Role) -> bool| {
-            let nodes = cluster.node_ids().zip(roles()).filter(|(_, role)| wanted(role));
-            nodes.map(|(node, _)| tree.host(node)).collect::<BTreeSet<_>>().len()
+        let hosts_of = |wanted: fn(&Role) -> bool| -> BTreeSet<u16> {
+            let has = |node: &NodeId| cluster.role(*node).is_some_and(|role| wanted(&role));
+            cluster.node_ids().filter(has).map(|node| tree.host(node)).collect()
         };
-        let (working, serving) = (with(|role| role.worker), with(|role| role.server));
-        let reach = roles().map(|role| match (role.worker, role.server) {
-            (true, true) => 0,
-            (true, false) => serving,
-            (false, _) => working,
+        let (working, serving) = (hosts_of(|role| role.worker), hosts_of(|role| role.server));
+        let reach = cluster.node_ids().map(|node| {
+            let hosts = match cluster.role(node) {
+                Some(Role { worker: true, server: false }) => &serving,
+                Some(Role { worker: false, server: true }) => &working,
+                _ => return 0,
+            };
+            hosts.iter().filter(|host| **host != tree.host(node)).count()
         });
         let reach = reach.collect();
         Self { tree, host, lanes, rate, parts, here, partners, reach, straight, ring }
@@ -186,6 +189,10 @@ mod tests {
         // One interface of it is that of a dedicated server like any other.
         let cluster = cluster.with_lanes(1).unwrap();
         assert_eq!([of(&cluster, 8, 1, 3), of(&cluster, 0, 1, 8)], [Some(BUDGET / 8); 2]);
+        // A server beside each of two workers exchanges sums with one other host.
+        let beside = Cluster::new(2, Servers::Dedicated(2), 1).unwrap();
+        let beside = beside.with_hosts(vec![0, 1, 0, 1], Vec::new()).unwrap();
+        assert_eq!(of(&beside, 0, 1, 3), Some(BUDGET / 2));
         // With two servers and three workers it is the ports of servers that have the most to send.
         let cluster = Cluster::new(3, Servers::Dedicated(2), 1).unwrap();
         assert_eq!([of(&cluster, 4, 1, 0), of(&cluster, 0, 1, 4)], [Some(BUDGET / 3); 2]);

@@ -1,6 +1,6 @@
 use crate::handshake::Protection;
 use crate::records::{RecordReader, RecordWriter};
-use crate::stream::{NO_SIGNAL, Stream, remaining, timed_out};
+use crate::stream::{NO_SIGNAL, Stream, until};
 use crate::tags::{Opener, Sealer, Tags};
 use socket2::Socket;
 use std::ffi::c_int;
@@ -110,8 +110,10 @@ impl Read for Half {
     fn read(&mut self, buf: &mut [u8]) -> io::Result<usize> {
         let Self { socket, deadline, reader, .. } = self;
         let read = |buf: &mut [u8]| {
-            socket.set_read_timeout(remaining(*deadline)?)?;
-            (&**socket).read(buf).map_err(timed_out)
+            until(*deadline, |left| {
+                socket.set_read_timeout(left)?;
+                (&**socket).read(buf)
+            })
         };
         match reader {
             Some(reader) => reader.read_with(buf, read),
@@ -124,8 +126,10 @@ impl Write for Half {
     fn write(&mut self, buf: &[u8]) -> io::Result<usize> {
         let Self { socket, deadline, writer, .. } = self;
         let write = |buf: &[u8]| {
-            socket.set_write_timeout(remaining(*deadline)?)?;
-            socket.send_with_flags(buf, NO_SIGNAL).map_err(timed_out)
+            until(*deadline, |left| {
+                socket.set_write_timeout(left)?;
+                socket.send_with_flags(buf, NO_SIGNAL)
+            })
         };
         match writer {
             Some(writer) => writer.write_with(buf, write),

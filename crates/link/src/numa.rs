@@ -29,7 +29,8 @@ fn find(system: &Path, interface: &str) -> Option<NumaNode> {
     // It is -1 where nobody knows.
     let number = fs::read_to_string(device.join("numa_node")).ok()?.trim().parse().ok()?;
     let nodes = system.join("devices/system/node");
-    let is_node = |name: &str| name.strip_prefix("node").is_some_and(|n| n.parse::<usize>().is_ok());
+    let is_node =
+        |name: &str| name.strip_prefix("node").is_some_and(|n| n.parse::<usize>().is_ok());
     let entries = fs::read_dir(&nodes).ok()?.flatten();
     let count = entries.filter(|entry| entry.file_name().to_str().is_some_and(is_node)).count();
     let list = fs::read_to_string(nodes.join(format!("node{number}/cpulist"))).ok()?;

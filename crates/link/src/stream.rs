@@ -190,7 +190,7 @@ pub(crate) fn remaining(deadline: Option<Instant>) -> io::Result<Option<Duration
 
 /// Tries until it is done or `deadline` has passed. A socket's time-out shows as `WouldBlock`, and it
 /// may come early where a machine stood still: the deadline decides.
-fn until<T>(
+pub(crate) fn until<T>(
     deadline: Option<Instant>,
     mut attempt: impl FnMut(Option<Duration>) -> io::Result<T>,
 ) -> io::Result<T> {

@@ -176,9 +176,9 @@ impl Config {
     }
 
     /// Rank `rank` of a [`Group`](crate::Group) of `size`, whose coordinator is at `coordinator`. Of the environment
-    /// only `POSEIDON_ADDRESS`, `POSEIDON_LINK`, `POSEIDON_HOST`, `POSEIDON_LANES`,
-    /// `POSEIDON_LINK_RATE`, `POSEIDON_BANDWIDTH_BUDGET`, `POSEIDON_PINNED_MEMORY`,
-    /// `POSEIDON_CONNECT_TIMEOUT`, `POSEIDON_SILENCE`, `POSEIDON_ENCRYPT` and what is written and served for people who look on.
+    /// only `POSEIDON_ADDRESS`, `POSEIDON_LINK`, `POSEIDON_HOST`, `POSEIDON_RACK`, `POSEIDON_LANES`, `POSEIDON_PIN`,
+    /// `POSEIDON_LINK_RATE`, `POSEIDON_BANDWIDTH_BUDGET`, `POSEIDON_PINNED_MEMORY`, `POSEIDON_CONNECT_TIMEOUT`,
+    /// `POSEIDON_SILENCE`, `POSEIDON_ENCRYPT` and what is written and served for people who look on.
     pub fn for_group(
         rank: u16,
         size: u16,
@@ -187,7 +187,6 @@ impl Config {
         secret: Secret,
     ) -> Result<Self, Error> {
         let env = Env(&|name| std::env::var(name).ok());
-        let alone = Self::alone(secret);
         let of_host: Option<u16> = env.parse("LOCAL_WORLD_SIZE")?;
         // A group on one host has one lane: its ranks meet in memory.
         let (lanes, lanes_by_rate) = match env.parse("POSEIDON_LANES")? {
@@ -203,6 +202,7 @@ impl Config {
             bandwidth_budget: env.parse("POSEIDON_BANDWIDTH_BUDGET")?.and_then(|Limit(rate)| rate),
             host: env.0("POSEIDON_HOST").filter(|name| !name.is_empty()),
             rack: env.rack(),
+            pin: env.0("POSEIDON_PIN").is_none_or(|v| v != "0"),
             coordinator: coordinator.into(),
             serves_coordinator: false,
             address: wanted_address(),
@@ -218,7 +218,7 @@ impl Config {
                 let local = env.parse("LOCAL_RANK")?.unwrap_or(rank);
                 env.observation(local.saturating_add(of_host.unwrap_or(size)))?.of_group()
             },
-            ..alone
+            ..Self::alone(secret)
         })
     }
 

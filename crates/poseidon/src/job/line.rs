@@ -134,7 +134,13 @@ impl ControlLine {
         let broken = |why: String| RendezvousError::Broken { address: address(), why };
         match answer.map_err(|error| broken(error.to_string()))? {
             Message::Book(book) => Ok((self.keep_book(book)?, Vec::new())),
-            Message::Draft { book, probers } => Ok((self.keep_book(book)?, probers)),
+            Message::Draft { book, probers } => {
+                let book = self.keep_book(book)?;
+                match probers.iter().all(|node| node.index() < book.cluster.nodes()) {
+                    true => Ok((book, probers)),
+                    false => Err(broken("it has nodes measure that are not in its book".into())),
+                }
+            }
             Message::Refused { reason } => {
                 Err(RendezvousError::Refused { address: address(), reason })
             }

@@ -46,8 +46,8 @@ pub(crate) struct Measured {
 }
 
 /// The rounds of a measurement. A node that meets a slow partner in one round meets others in the
-/// next ones.
-pub(crate) const ROUNDS: u8 = 3;
+/// next ones, or the same again.
+pub(crate) const ROUNDS: u8 = 4;
 
 impl FromStr for LinkRate {
     type Err = String;

@@ -6,7 +6,7 @@ use crate::job::link_rate::{LANES_IN_DOUBT, LinkRate, Measured, ROUNDS};
 use crate::job::rounds::{Posted, Rounds, deadline};
 use poseidon_core::cluster::ClusterError;
 use poseidon_core::port::{judge_measured, lanes_for, level_fast, merge_rates};
-use poseidon_core::{Cluster, NodeId, Port, Rate};
+use poseidon_core::{Cluster, NodeId, Port, Rate, Servers};
 use std::collections::BTreeMap;
 use std::time::Instant;
 
@@ -96,10 +96,16 @@ impl Claims {
         self.racks.get(usize::from(host)).copied().unwrap_or(0)
     }
 
-    /// What one stream from a rack to the next one carries, as far as it was measured.
+    /// What one interface's stream from a rack to the next one carries, as far as it was measured. Of
+    /// several rounds the fastest counts.
     fn core(&self, seen: &[(NodeId, NodeId, Rate)]) -> Option<Rate> {
         let rack = |node: NodeId| self.hosts.get(node.index()).map(|host| self.rack(*host));
-        seen.iter().filter(|(from, to, _)| rack(*from) != rack(*to)).map(|seen| seen.2).min()
+        let mut pairs: BTreeMap<(NodeId, NodeId), Rate> = BTreeMap::new();
+        for &(from, to, rate) in seen.iter().filter(|(from, to, _)| rack(*from) != rack(*to)) {
+            let fastest = pairs.entry((from, to)).or_insert(rate);
+            *fastest = rate.max(*fastest);
+        }
+        pairs.into_values().min()
     }
 
     /// `cluster` as it is while ports are measured: with the lanes that it has in any case.
@@ -136,7 +142,9 @@ impl Claims {
         let hosts = self.hosts.iter().max().map_or(0, |last| last + 1);
         let mut by_host: Vec<Option<Rate>> =
             (0..hosts).map(|host| self.measured(host, seen)).collect();
-        let mut core = self.core(seen);
+        // Where servers are on no worker, no stream goes from rack to rack as in a ring.
+        let is_colocated = cluster.servers() == Servers::Colocated;
+        let mut core = if is_colocated { self.core(seen) } else { None };
         level_fast(by_host.iter_mut().chain([&mut core]).flatten());
         by_host.iter_mut().chain([&mut core]).flatten().for_each(|r| *r = judge_measured(*r));
         let measured = |host: u16| {
@@ -147,6 +155,10 @@ impl Claims {
             let interfaces = self.interfaces[first].min(lanes);
             Some(Rate::nearest(rate.bits() as f64 * f64::from(interfaces)))
         };
+        // A ring uses as many interfaces as the host has that has the fewest.
+        let fewest = self.interfaces.iter().copied().min().unwrap_or(1);
+        let fewest = if self.lanes_by_rate { fewest } else { fewest.min(self.lanes) };
+        let core = core.map(|core| Rate::nearest(core.bits() as f64 * f64::from(fewest)));
         let on = |host: u16| self.hosts.iter().filter(|of| **of == host).count() as u64;
         for (node, (claim, &host)) in self.rates.iter().zip(&self.hosts).enumerate() {
             let (own, rate) = match (claim, measured(host)) {
@@ -314,6 +326,14 @@ mod tests {
         };
         assert!(!measured(240), "sums are made inside racks");
         assert!(measured(900));
+        // Of two rounds the faster one counts, and of two links the slower one.
+        let twice = [(0, 2, 930), (2, 1, 300), (2, 1, 900), (3, 0, 850), (3, 0, 100), (1, 3, 930)];
+        assert_eq!(settled(&claims, &twice).core(), Some(rate(850)));
+        // Two interfaces carry twice as much, through ports and between racks.
+        let two = Claims { interfaces: vec![2; 4], ..claims };
+        let cluster = settled(&two, &twice);
+        assert_eq!(cluster.core(), Some(rate(1700)));
+        assert_eq!(ports(&cluster)[0], (0, 1700));
     }
 
     /// Node 2 has the slow port: all that it sends and receives is slow. Its partners are fast with
@@ -426,12 +446,12 @@ mod tests {
         assert_eq!(post(2, 0, None), ["refused"]);
         assert_eq!(post(0, 0, None), ["refused"]);
         assert_eq!(post(1, 0, None), ["proceed"; 2]);
-        assert_eq!(post(2, 3, None), [""; 0]);
+        assert_eq!(post(2, ROUNDS, None), [""; 0]);
         assert_eq!(post(0, 1, Some((NodeId(1), rate(7)))), [""; 0]);
         assert_eq!(post(1, 1, None), ["proceed"; 2]);
-        assert_eq!(post(1, 4, None), ["refused"]);
-        assert_eq!(post(1, 3, None), [""; 0]);
-        assert_eq!(post(0, 3, None), ["settled for 3"]);
+        assert_eq!(post(1, ROUNDS + 1, None), ["refused"]);
+        assert_eq!(post(1, ROUNDS, None), [""; 0]);
+        assert_eq!(post(0, ROUNDS, None), ["settled for 3"]);
         assert_eq!(measuring.seen(), [(NodeId(0), NodeId(1), rate(7))]);
     }
 }

@@ -1,11 +1,13 @@
 //! Measures what the ports of several hosts carry, over the links of lane 0, before any engine has
 //! them.
 //!
-//! One node of each host takes part. In every round it sends to the node that is some places further
-//! on, and receives from the one as far back, so that all ports are used both ways at once. In the
-//! first round that is the next node, rack after rack: one stream passes from each rack to the next
-//! one, as in a ring. Later rounds stay inside racks, where only ports count. What is sent are trains of bytes, each twice as long as the one before, until one takes long enough to be
-//! judged. The time of a train ends when its acknowledgement comes, so a node that is kept waiting
+//! One node of each host takes part. In every round it sends to the node that is some places before it,
+//! and receives from the one as far behind, so that all ports are used both ways at once. Where hosts
+//! are in several racks, every other round goes along the ring that a job may have: one stream passes
+//! from each rack to another one. The other rounds stay inside racks, where only ports count.
+//!
+//! What is sent are trains of bytes, each twice as long as the one before, until one takes long enough
+//! to be judged. The time of a train ends when its acknowledgement comes, so a node that is kept waiting
 //! makes a port look slower, never faster, and of several rounds the fastest counts.
 
 use crate::Error;
@@ -14,7 +16,7 @@ use crate::job::line::ControlLine;
 use crate::job::link_rate::ROUNDS;
 use mio::{Events, Poll, Token};
 use poseidon_core::wire::{Header, Kind};
-use poseidon_core::{ChunkKey, Clock, LayerId, NodeId, Rate, Tree};
+use poseidon_core::{ChunkKey, Clock, Cluster, LayerId, NodeId, Rate, Servers, Tree};
 use poseidon_link::{Link, TAG_SIZE, Tagging};
 use std::collections::VecDeque;
 use std::io::{ErrorKind, IoSlice, IoSliceMut};
@@ -41,9 +43,7 @@ impl Probe<'_> {
     pub(crate) fn measure(&self, links: &mut Links) -> Result<Arc<Book>, Error> {
         let mut sent = None;
         if let Some(place) = self.probers.iter().position(|node| *node == self.me) {
-            let tree = Tree::new(&self.book.cluster);
-            let racks = self.probers.iter().map(|node| tree.rack(tree.host(*node)));
-            let racks: Vec<u16> = racks.collect();
+            let racks = racks(&self.book.cluster, self.probers);
             for round in 0..ROUNDS {
                 self.line.measured(round, sent, self.patience)?;
                 sent = match partners(place, round, &racks) {
@@ -105,15 +105,42 @@ impl Probe<'_> {
     }
 }
 
+/// The nodes that `me` hears while ports are measured, in a job that may have a ring through racks: its
+/// neighbours in the ring of all hosts and in that of its rack. Their links have the window of a ring.
+pub(crate) fn heard_in_rings(cluster: &Cluster, probers: &[NodeId], me: NodeId) -> Vec<NodeId> {
+    let racks = racks(cluster, probers);
+    let Some(place) = probers.iter().position(|node| *node == me).filter(|_| differ(&racks)) else {
+        return Vec::new();
+    };
+    let heard = (0..ROUNDS).filter_map(|round| partners(place, round, &racks));
+    heard.map(|[_, from]| probers[from]).collect()
+}
+
+/// The racks of `probers`, where they count: servers that are on no worker are in no ring.
+fn racks(cluster: &Cluster, probers: &[NodeId]) -> Vec<u16> {
+    let tree = Tree::new(cluster);
+    let is_colocated = cluster.servers() == Servers::Colocated;
+    let rack = |node: &NodeId| if is_colocated { tree.rack(tree.host(*node)) } else { 0 };
+    probers.iter().map(rack).collect()
+}
+
+fn differ(racks: &[u16]) -> bool {
+    racks.iter().any(|rack| *rack != racks[0])
+}
+
 /// The places to which the node at `place` sends and from which it receives in a round, among nodes of
-/// these racks. `None` if it has a rack of its own, and has measured it.
+/// these racks. It sends backwards, as in a ring. `None` if it is alone in its rack, in a round of racks.
 fn partners(place: usize, round: u8, racks: &[u16]) -> Option<[usize; 2]> {
-    let of_rack = |at: &usize| round == 0 || racks[*at] == racks[place];
-    let among: Vec<usize> = (0..racks.len()).filter(of_rack).collect();
+    let in_racks = differ(racks) && round % 2 == 1;
+    let takes_part = |at: &usize| !in_racks || racks[*at] == racks[place];
+    let among: Vec<usize> = (0..racks.len()).filter(takes_part).collect();
     let (count, place) = (among.len(), among.iter().position(|at| *at == place)?);
-    let shift = 1 + usize::from(round) * (count - 1) / usize::from(ROUNDS);
-    (count > 1)
-        .then(|| [(place + shift) % count, (place + count - shift) % count].map(|at| among[at]))
+    let shift = match differ(racks) {
+        true => 1,
+        false => 1 + usize::from(round) * (count - 1) / usize::from(ROUNDS),
+    };
+    let [to, from] = [place + count - shift, place + shift].map(|at| among[at % count]);
+    (count > 1).then_some([to, from])
 }
 
 /// What a probe frame says, in its header's chunk.
@@ -474,20 +501,45 @@ mod tests {
             assert!(rounds.iter().flatten().all(|(from, to)| from != to));
         }
         let four = rounds(&[0; 4]);
-        assert_eq!(four[0], [(0, 1), (1, 2), (2, 3), (3, 0)]);
-        assert_eq!(four[1], [(0, 2), (1, 3), (2, 0), (3, 1)]);
+        assert_eq!(four[0], [(0, 3), (1, 0), (2, 1), (3, 2)]);
+        assert_eq!(four[2], [(0, 2), (1, 3), (2, 0), (3, 1)]);
     }
 
     /// Racks of three hosts, one and two.
     #[test]
-    fn one_stream_leaves_a_rack_and_then_none() {
+    fn one_stream_leaves_a_rack_in_every_other_round_and_then_none() {
         let racks = [0, 0, 0, 1, 2, 2];
         let rounds = rounds(&racks);
-        assert_eq!(rounds[0], [(0, 1), (1, 2), (2, 3), (3, 4), (4, 5), (5, 0)]);
-        for pairs in &rounds[1..] {
-            assert!(pairs.iter().all(|(from, to)| racks[*from] == racks[*to] && from != to));
-            assert_eq!(pairs.len(), 5, "the lonely host has nobody to send to");
+        for pairs in [&rounds[0], &rounds[2]] {
+            assert_eq!(pairs, &[(0, 5), (1, 0), (2, 1), (3, 2), (4, 3), (5, 4)]);
         }
+        for pairs in [&rounds[1], &rounds[3]] {
+            // The lonely host has nobody to send to.
+            assert_eq!(pairs, &[(0, 2), (1, 0), (2, 1), (4, 5), (5, 4)]);
+        }
+    }
+
+    /// Where streams of a ring are measured, they have a ring's windows. Hosts of two racks in turn.
+    #[test]
+    fn neighbours_in_rings_are_heard() {
+        let cluster = Cluster::new(6, Servers::Colocated, 1).unwrap();
+        let cluster = cluster.with_hosts(Vec::new(), vec![0, 1, 0, 1, 0, 1]).unwrap();
+        let probers = [0, 2, 4, 1, 3, 5].map(NodeId);
+        let tree = Tree::new(&cluster);
+        for me in probers {
+            let heard = heard_in_rings(&cluster, &probers, me);
+            assert!(
+                tree.senders(me, true).iter().all(|node| heard.contains(node)),
+                "{me}: {heard:?}"
+            );
+            let in_rack = |node: &&NodeId| tree.rack(tree.host(**node)) == tree.rack(tree.host(me));
+            assert_eq!(
+                heard.iter().filter(in_rack).count(),
+                if me.0 == 4 || me.0 == 5 { 2 } else { 4 }
+            );
+        }
+        let flat = cluster.clone().apart();
+        assert!(probers.iter().all(|me| heard_in_rings(&flat, &probers, *me).is_empty()));
     }
 
     #[test]

@@ -8,7 +8,8 @@ use crate::job::control::Join;
 use crate::job::coordinator::Coordinator;
 use crate::job::line::ControlLine;
 use crate::job::patience::WatchedPatience;
-use crate::job::probe::{Links, Probe};
+use crate::job::probe::{Links, Probe, heard_in_rings};
+use poseidon_core::port::lone_window;
 use poseidon_core::wire::{Hello, Purpose, Status};
 use poseidon_core::{Epoch, JobId, LaneId, NodeId, Rate, Tree, Windows};
 use poseidon_link::descriptors::{self, Need, Shortage};
@@ -92,22 +93,23 @@ pub(crate) fn join(config: &Config, job: Option<Job>) -> Result<Joined, Error> {
     let (mut book, probers) = joined.inspect_err(|error| line.give_up(error.to_string()))?;
 
     let mut links = Vec::new();
-    let open = |book: &Book, draft: bool, links: &mut Vec<Links>| {
+    let open = |book: &Book, probers: &[NodeId], links: &mut Vec<Links>| {
         // Worker 0's number of lanes holds for all.
         let need = Need { lanes: book.cluster.lanes().into(), ..need };
         descriptors::reserve(need)?;
-        run.begin(book, draft);
-        Opening { config, book, choices: &choices, credentials: &credentials, line: &line }
+        run.begin(book, !probers.is_empty());
+        let (choices, credentials, line) = (&choices[..], &credentials, &*line);
+        Opening { config, book, probers, choices, credentials, line }
             .gather_links(&arrivals, links)
             .map_err(|error| with_need(error, need))
     };
-    let mut opened = open(&book, !probers.is_empty(), &mut links);
+    let mut opened = open(&book, &probers, &mut links);
     if !probers.is_empty() {
         let (me, patience) = (config.node(), config.connect_timeout);
         opened = opened.and_then(|()| {
             let probe = Probe { me, book: &book, probers: &probers, line: &line, patience };
             let complete = probe.measure(&mut links[0])?;
-            let more = open(&complete, false, &mut links);
+            let more = open(&complete, &[], &mut links);
             book = complete;
             more
         });
@@ -295,6 +297,8 @@ fn receive_callers(
 struct Opening<'a> {
     config: &'a Config,
     book: &'a Book,
+    /// The nodes that measure. None if nothing is measured, or if it is over.
+    probers: &'a [NodeId],
     /// This node's interfaces, one or several.
     choices: &'a [Choice],
     credentials: &'a Credentials,
@@ -356,13 +360,19 @@ impl Opening<'_> {
             false => Windows::new(cluster, me, lanes, rate, is_bsp),
         };
         let tree = Tree::new(cluster);
+        let heard = heard_in_rings(cluster, self.probers, me);
         for (node, link) in links.iter_mut().flatten() {
             // On a long way, queues are not what takes time, and a small window would.
             let round_trip = link.round_trip();
             let is_long = round_trip.is_some_and(|time| time > LONG_WAY);
             let interfaces = book.nodes.get(node.index()).map_or(1, NodeFacts::interfaces);
             let their_lanes = all_lanes.div_ceil(interfaces);
-            let window = windows.of(*node, their_lanes, round_trip).filter(|_| !is_long);
+            let window = windows.of(*node, their_lanes, round_trip);
+            let window = match heard.contains(node) {
+                true => window.map(|window| window.max(lone_window(lanes, rate, round_trip))),
+                false => window,
+            };
+            let window = window.filter(|_| !is_long);
             let bytes = window.unwrap_or(SOCKET_BUFFER);
             let is_away = tree.host(*node) != tree.host(me);
             if is_away && !is_long && !link.expect_answers_soon() {

@@ -138,7 +138,7 @@ impl Case {
         // A ring in the order of runs leaves a rack once, one in turn leaves it from every host.
         let leaves = if self.order == Order::Runs { 1.0 } else { inside };
         let once = 2.0 * (racks - 1.0) / racks;
-        let named = if self.core_mbit() < self.mbit { once } else { ring };
+        let named = if 3 * self.core_mbit() < 2 * self.mbit { once } else { ring };
         [named, leaves * ring, once, inside * once]
     }
 

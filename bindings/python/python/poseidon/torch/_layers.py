@@ -395,7 +395,7 @@ def plan(model: nn.Module, batch: int, workers: Optional[int] = None, scheme: st
     """A table of how each trainable parameter of ``model`` would be synchronised, and why.
 
     ``batch`` is the number of rows a Linear layer sees per worker and step: the batch size or, for
-    sequences, batch times length.
+    sequences, batch times length. Without ``workers`` it is for this job's, with their hosts and ports, or for four.
     """
     model = getattr(model, "module", model) if hasattr(model, "sessions_plan") else model
     among = workers or (Job.get() if is_initialized() else 4)

@@ -1,6 +1,6 @@
 use super::*;
 use crate::job::book::{Job, NodeFacts};
-use crate::job::link_rate::LinkRate;
+use crate::job::link_rate::{LinkRate, ROUNDS};
 use poseidon_core::plan::Placement;
 use poseidon_core::{ChunkSize, Layer, Optimizer, Policy, Rate, Servers};
 
@@ -180,9 +180,9 @@ fn nodes_of_several_hosts_measure_before_they_have_the_book() {
     let missing = post(1, 0, None, seconds(2));
     assert_eq!(missing, [(1, json!({ "type": "missing", "nodes": [0] }))]);
     let sent = |to, mbit: u64| Some((NodeId(to), Rate::of(mbit * 125_000, 1.0)));
-    post(0, 3, sent(1, 900), seconds(0));
-    post(1, 3, sent(0, 90), seconds(0));
-    let books = post(2, 3, None, seconds(0));
+    post(0, ROUNDS, sent(1, 900), seconds(0));
+    post(1, ROUNDS, sent(0, 90), seconds(0));
+    let books = post(2, ROUNDS, None, seconds(0));
     assert_eq!(books.len(), 3);
     assert_eq!(books[0].1["cluster"]["ports"][2], json!({ "number": 1, "rate": 90_000_000 }));
     assert_eq!(joining.tell("ports.0.rate"), Some(json!(90_000_000)));

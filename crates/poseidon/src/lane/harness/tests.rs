@@ -251,7 +251,8 @@ fn a_close_that_arrives_with_the_last_bytes_is_noticed_at_once() {
     let (terms, landings) = (Terms::default(), None);
     let exchange = Exchange { layer, clock, kind, terms, gradient, destination, landings };
     assert!(commands.send(Command::Send(Arc::new(exchange), 0..1)).is_ok());
-    let driver = Driver::start(engine, Instant::now(), "worker 0".into(), Place::Anywhere, false).unwrap();
+    let driver =
+        Driver::start(engine, Instant::now(), "worker 0".into(), Place::Anywhere, false).unwrap();
     driver.kick();
     let (sender, chunk) = (NodeId(1), ChunkKey { layer, index: 0 });
     let (channel, epoch) = (ChannelId::FIRST, Epoch::FIRST);
