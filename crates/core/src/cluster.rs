@@ -172,7 +172,7 @@ impl Cluster {
     }
 
     /// Whether racks' links carry as much as the slowest port, as far as measurements tell.
-    pub fn has_wide_core(&self) -> bool {
+    fn has_wide_core(&self) -> bool {
         let slowest = self.ports.iter().map(|port| port.rate).min();
         self.core.zip(slowest).is_some_and(|(core, port)| core >= two_thirds(port))
     }

@@ -4,9 +4,10 @@
 //! Figure 3 is about the first, Figure 4 about the second. The text we have gives few numbers of them.
 
 use super::figure::{Direction, Figure, Ideal, Kind, Panel, Point, Series};
+use super::poseidon_2015::of_one_net;
 use super::poseidon_2017::{shown, speedup};
 use poseidon_core::{Cluster, LayerKind, Servers};
-use poseidon_sim::profile::{Profile, Rates, Throughput};
+use poseidon_sim::profile::Profile;
 use poseidon_sim::{LayerTime, Model, ModelLayer, Network, Outcome, SchemeRule, Setup};
 
 /// Where the parameters are. A box is as ten servers with a link each.
@@ -101,18 +102,7 @@ fn training(
 /// taken to run at the same rate.
 fn pascal() -> anyhow::Result<Profile> {
     let resnet = Model::named("resnet50")?;
-    let images_per_second = 190.0;
-    let rate = resnet.flops() * images_per_second;
-    Ok(Profile {
-        name: "gtx-1080-ti".into(),
-        device: "NVIDIA GTX 1080 Ti, MXNet".into(),
-        scaled_from: None,
-        published: None,
-        copies: None,
-        measured: Vec::new(),
-        throughput: vec![Throughput { model: resnet.name, batch: 32, images_per_second }],
-        rates: Some(Rates { conv: rate, fc: rate, other: rate, fc_rows: 1 }),
-    })
+    Ok(of_one_net("gtx-1080-ti", "NVIDIA GTX 1080 Ti, MXNet", &resnet, (32, 190.0)))
 }
 
 /// Throughput by workers.

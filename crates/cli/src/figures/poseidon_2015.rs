@@ -120,16 +120,26 @@ fn communicated(title: &str, x: Direction, places: &[(f64, u16, usize)]) -> anyh
 /// The nearest to its Tesla K20C that the paper has a number for: 0.96 s for AlexNet on a K40
 /// (Table 2). GoogLeNet is taken to run at the same rate.
 fn kepler(alexnet: &Model) -> Profile {
-    let images_per_second = 256.0 / 0.96;
-    let rate = alexnet.flops() * images_per_second;
+    of_one_net("k40", "NVIDIA Tesla K40, Caffe", alexnet, (256, 256.0 / 0.96))
+}
+
+/// A device of which a paper gives the speed of one net: images per second, in batches. All layers of
+/// all nets are taken to run at that rate.
+pub(super) fn of_one_net(
+    name: &str,
+    device: &str,
+    model: &Model,
+    (batch, images_per_second): (usize, f64),
+) -> Profile {
+    let rate = model.flops() * images_per_second;
     Profile {
-        name: "k40".into(),
-        device: "NVIDIA Tesla K40, Caffe".into(),
+        name: name.into(),
+        device: device.into(),
         scaled_from: None,
         published: None,
         copies: None,
         measured: Vec::new(),
-        throughput: vec![Throughput { model: alexnet.name.clone(), batch: 256, images_per_second }],
+        throughput: vec![Throughput { model: model.name.clone(), batch, images_per_second }],
         rates: Some(Rates { conv: rate, fc: rate, other: rate, fc_rows: 1 }),
     }
 }

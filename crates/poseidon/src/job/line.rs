@@ -136,9 +136,12 @@ impl ControlLine {
             Message::Book(book) => Ok((self.keep_book(book)?, Vec::new())),
             Message::Draft { book, probers } => {
                 let book = self.keep_book(book)?;
-                match probers.iter().all(|node| node.index() < book.cluster.nodes()) {
-                    true => Ok((book, probers)),
-                    false => Err(broken("it has nodes measure that are not in its book".into())),
+                let nodes = book.cluster.nodes();
+                match probers.iter().find(|node| node.index() >= nodes) {
+                    None => Ok((book, probers)),
+                    Some(node) => Err(broken(format!(
+                        "expected only nodes below {nodes} to measure ports, got node {node}"
+                    ))),
                 }
             }
             Message::Refused { reason } => {
