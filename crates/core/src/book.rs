@@ -272,6 +272,15 @@ impl Book {
         Plan::new(&self.cluster, &self.job.layers, rules).in_epoch(self.epoch)
     }
 
+    /// The cluster as the links of a process carry it: a job without layers has groups alone, and sessions
+    /// that are opened beside them.
+    pub fn cluster_of_links(&self) -> Cluster {
+        match self.job.layers.is_empty() {
+            true => self.cluster.clone().of_groups(),
+            false => self.cluster.clone(),
+        }
+    }
+
     /// Whether gradients may be rebuilt on tiles: if one worker cannot, none does, so that all replicas stay equal.
     pub fn tiles(&self) -> bool {
         let is_worker = |node: &&NodeFacts| self.cluster.role(node.node).is_some_and(|r| r.worker);

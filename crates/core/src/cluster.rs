@@ -185,6 +185,11 @@ impl Cluster {
         self
     }
 
+    /// The same cluster as groups use it: they go round a ring whatever ports carry.
+    pub fn of_groups(self) -> Self {
+        self.with_level_ports().in_a_ring()
+    }
+
     /// Whether hosts are in a ring.
     pub fn is_ring(&self) -> bool {
         self.ring

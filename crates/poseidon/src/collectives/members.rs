@@ -67,7 +67,7 @@ impl Members {
         names: Vec<String>,
     ) -> Result<Self, ClusterError> {
         // All hosts have equal slices, so the slowest port is everybody's with a ring and without.
-        let group = cluster.among(&nodes)?.with_level_ports().in_a_ring();
+        let group = cluster.among(&nodes)?.of_groups();
         let ways = Arc::new(Ways::new(rank, Tree::new(&group), group.is_ring()));
         Ok(Self { rank, nodes, names, ways })
     }

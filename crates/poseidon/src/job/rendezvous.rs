@@ -351,14 +351,7 @@ impl Opening<'_> {
         let rate = rate.map(|rate| Rate::nearest(rate.bits() as f64 / interfaces as f64));
         // Where workers may be at different clocks, nothing is added up inside hosts.
         let is_bsp = book.job.consistency.is_bsp();
-        let windows = match book.job.layers.is_empty() {
-            // Groups go round a ring whatever ports carry.
-            true => {
-                let ring = cluster.clone().with_level_ports().in_a_ring();
-                Windows::new(&ring, me, lanes, rate, is_bsp)
-            }
-            false => Windows::new(cluster, me, lanes, rate, is_bsp),
-        };
+        let windows = Windows::new(&book.cluster_of_links(), me, lanes, rate, is_bsp);
         let tree = Tree::new(cluster);
         let heard = heard_in_rings(cluster, self.probers, me);
         for (node, link) in links.iter_mut().flatten() {

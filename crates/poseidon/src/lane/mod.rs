@@ -399,8 +399,9 @@ unsafe impl Channel for SessionLane {
         }
     }
 
-    fn aborted(&self, from: NodeId, _: u32, reason: String) -> Error {
-        Error::Aborted { node: self.cluster.name(from), reason }
+    fn aborted(&self, from: NodeId, speaker: u32, reason: String) -> Error {
+        let speaker = self.cluster.node_ids().find(|node| u32::from(node.0) == speaker);
+        Error::Aborted { node: self.cluster.name(speaker.unwrap_or(from)), reason }
     }
 
     /// As long as `node` has not said goodbye: contributions come unasked.
@@ -465,15 +466,17 @@ unsafe impl Channel for SessionLane {
     }
 
     fn fail(&mut self, error: Error) -> LastWords {
-        let reason = match &error {
-            // The other nodes put this node's name before the reason themselves.
-            Error::Aborted { node, reason } if *node == self.cluster.name(self.me) => {
-                reason.clone()
+        // The words of another node are passed on as that node's. Whoever hears them puts its name
+        // before them.
+        let (speaker, reason) = match &error {
+            Error::Aborted { node, reason } => {
+                let named = |id: &NodeId| self.cluster.name(*id) == *node;
+                (self.cluster.node_ids().find(named).unwrap_or(self.me), reason.clone())
             }
-            error => error.to_string(),
+            error => (self.me, error.to_string()),
         };
         self.board.fail(error);
-        LastWords { reason, speaker: 0 }
+        LastWords { reason, speaker: speaker.0.into() }
     }
 }
 
