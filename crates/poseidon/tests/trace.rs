@@ -39,13 +39,15 @@ fn of_category(trace: &Value, category: &str) -> BTreeSet<(String, u64)> {
 /// what begins asynchronously ends.
 fn check_form(trace: &Value) {
     let mut threads: BTreeMap<_, Vec<(u64, u64)>> = BTreeMap::new();
-    let mut under_way: BTreeMap<(String, String), u64> = BTreeMap::new();
+    let mut under_way: BTreeMap<(u64, String, String), u64> = BTreeMap::new();
     let mut named = BTreeSet::new();
     for event in events(trace) {
         let pid = event["pid"].as_u64().unwrap();
         let tid = event["tid"].as_u64().unwrap();
         let time = || event["ts"].as_u64().unwrap();
         let text = |key: &str| event[key].as_str().unwrap().to_owned();
+        // Of its process: Perfetto would not put the rows of other ids below the process.
+        let id = || (pid, text("cat"), event["id2"]["local"].as_str().unwrap().to_owned());
         match event["ph"].as_str().unwrap() {
             "M" => {
                 if event["name"] == "thread_name" {
@@ -58,11 +60,11 @@ fn check_form(trace: &Value) {
             }
             "i" => drop((time(), text("s"))),
             "b" => {
-                let before = under_way.insert((text("cat"), text("id")), time());
+                let before = under_way.insert(id(), time());
                 assert!(before.is_none(), "begins twice: {event}");
             }
             "e" => {
-                let begin = under_way.remove(&(text("cat"), text("id")));
+                let begin = under_way.remove(&id());
                 assert!(begin.is_some_and(|begin| begin <= time()), "ends early: {event}");
             }
             other => panic!("an event of kind {other}"),

@@ -78,13 +78,13 @@ fn events(
         json!({"ph": "i", "s": "t", "cat": "chunks", "name": name, "pid": pid, "tid": tid, "ts": ts,
                "args": args})
     };
-    // Different on all nodes, because viewers do not tell them apart by process.
-    let id = |of: u32| u64::from(pid) << 48 | u64::from(channel as u16) << 32 | u64::from(of);
-    // Viewers give each name a row, so the step is not in it.
+    let id = |of: u32| u64::from(channel as u16) << 32 | u64::from(of);
+    // Viewers give each name a row, so the step is not in it. A local id belongs to the process: Perfetto
+    // puts the rows of other ids beside all processes, and not below theirs.
     let span = |cat: &str, id: u64, args: Value| {
         let event = |ph: &str, ts: u64| {
             json!({"ph": ph, "cat": cat, "name": name, "pid": pid, "tid": tid, "ts": ts,
-                   "id": format!("{id:#x}"), "args": args})
+                   "id2": {"local": format!("{id:#x}")}, "args": args})
         };
         vec![event("b", begin), event("e", end)]
     };
