@@ -179,6 +179,46 @@ def deep():
     return nn.Sequential(*(module for block in blocks for module in block)), torch.rand(8, width), torch.arange(8) % 10
 
 
+class WithoutComputing(nn.Module):
+    """Parameters of these shapes, and nothing that is computed with them: what synchronising them takes shows."""
+
+    def __init__(self, shapes):
+        super().__init__()
+        self.layers = nn.ParameterList(nn.Parameter(torch.zeros(shape)) for shape in shapes)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = _Touch.apply(x, layer)
+        return x
+
+
+class _Touch(torch.autograd.Function):
+    """Passes on what it gets. The layer's gradient is the same number everywhere."""
+
+    @staticmethod
+    def forward(ctx, x, layer):
+        ctx.shape = layer.shape
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient, torch.full(ctx.shape, 1e-3)
+
+
+def convnext_layers():
+    """The shapes of ConvNeXt-Tiny: 28.6M parameters in 180 tensors, small and large ones in turn."""
+    widths, depths = [96, 192, 384, 768], [3, 3, 9, 3]
+    shapes = [(96, 3, 4, 4), (96,), (96,), (96,)]
+    for stage, (width, depth) in enumerate(zip(widths, depths)):
+        if stage > 0:
+            below = widths[stage - 1]
+            shapes += [(below,), (below,), (width, below, 2, 2), (width,)]
+        block = [(width, 1, 1), (width, 1, 7, 7), (width,), (width,), (width,)]
+        shapes += depth * [*block, (4 * width, width), (4 * width,), (width, 4 * width), (width,)]
+    shapes += [(768,), (768,), (1000, 768), (1000,)]
+    return WithoutComputing(shapes), torch.zeros(1, 2, requires_grad=True), torch.zeros(1, dtype=torch.int64)
+
+
 def images(net, batch):
     return net, torch.rand(batch, 3, 224, 224), torch.arange(batch) % 1000
 
@@ -230,6 +270,7 @@ def tiny():
 
 
 NETS = {"vgg": vgg, "fc": fc, "cnn": cnn, "transformer": transformer, "deep": deep, "tiny": tiny}
+NETS["convnext-layers"] = convnext_layers
 # As people train them, on a GPU.
 NETS.update(resnet50=resnet50, convnext_tiny=convnext_tiny, vgg19=vgg19, gpt2=gpt2)
 

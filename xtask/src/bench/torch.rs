@@ -26,7 +26,7 @@ pub(crate) struct Args {
     /// Who takes part in the cluster, beside `alone` [default: all this Python has]
     #[arg(long, value_enum, value_delimiter = ',')]
     contenders: Vec<contender::Contender>,
-    /// Numbers of nodes of the vgg part; the other nets run on the largest
+    /// Numbers of nodes of the parts vgg and layers; the other nets run on the largest
     #[arg(long, value_delimiter = ',', default_value = "2,4,8", value_parser = clap::value_parser!(u64).range(2..=250))]
     nodes: Vec<u64>,
     /// Ranks on every node
@@ -68,6 +68,8 @@ enum Part {
     Transformer,
     /// Many small layers, on a virtual cluster; needs root
     Deep,
+    /// ConvNeXt's layers without their computing, on a virtual cluster; needs root
+    Layers,
 }
 
 /// Measures, and writes the record.
@@ -76,7 +78,7 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     if parts.is_empty() {
         parts = Part::value_variants().to_vec();
     }
-    let in_cluster = [Part::Vgg, Part::Fc, Part::Transformer, Part::Deep];
+    let in_cluster = [Part::Vgg, Part::Fc, Part::Transformer, Part::Deep, Part::Layers];
     if in_cluster.iter().any(|part| parts.contains(part)) {
         cluster::check()?;
     }
@@ -99,6 +101,7 @@ pub(crate) fn run(args: &Args) -> Result<()> {
         Part::Fc => scaling::run(&lab, scaling::FC, lab.most_nodes()),
         Part::Transformer => scaling::run(&lab, scaling::TRANSFORMER, lab.most_nodes()),
         Part::Deep => scaling::run(&lab, scaling::DEEP, lab.most_nodes()),
+        Part::Layers => scaling::run(&lab, scaling::LAYERS, &lab.nodes),
     })
 }
 
@@ -111,6 +114,7 @@ impl Part {
             Self::Fc => "fc",
             Self::Transformer => "transformer",
             Self::Deep => "deep",
+            Self::Layers => "layers",
         }
     }
 }

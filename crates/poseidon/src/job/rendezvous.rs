@@ -362,7 +362,7 @@ impl Opening<'_> {
             let their_lanes = all_lanes.div_ceil(interfaces);
             let window = windows.of(*node, their_lanes, round_trip);
             let window = match heard.contains(node) {
-                true => window.map(|window| window.max(lone_window(lanes, rate, round_trip))),
+                true => window.map(|window| window.max(lone_window(1, lanes, rate, round_trip))),
                 false => window,
             };
             let window = window.filter(|_| !is_long);

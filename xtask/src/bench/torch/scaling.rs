@@ -48,6 +48,13 @@ pub(super) const DEEP: Net = Net {
         what a contender does for each of them shows; everything is computed, by nodes that share this machine's cores",
 };
 
+pub(super) const LAYERS: Net = Net {
+    name: "convnext-layers",
+    batch: 1,
+    about: "the layers of ConvNeXt-Tiny, 28.6M parameters in 180 tensors, with nothing computed but SGD: \
+        no layer goes by factors, so the bytes are DDP's, and what synchronising takes beyond them shows",
+};
+
 /// Where a contender ran. `alone` is measured in every setting too, so that it stands beside the others
 /// at the same time of day.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]

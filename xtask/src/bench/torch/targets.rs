@@ -1,7 +1,7 @@
 //! What training in the cluster has to reach.
 
 use super::contender::Contender;
-use super::scaling::{Case, DEEP, FC, Results, TRANSFORMER, VGG};
+use super::scaling::{Case, DEEP, FC, LAYERS, Results, TRANSFORMER, VGG};
 use crate::bench::targets::Verdict;
 
 /// By how much a step on several nodes may take longer than alone, where the network is fast enough.
@@ -47,14 +47,20 @@ pub(super) fn verdicts(results: &Results) -> Vec<Verdict> {
                 ));
             }
         }
-        if [TRANSFORMER, DEEP].contains(&results.net) {
-            for mbit in [FAST, SLOW] {
-                verdicts.push(times(
-                    format!("{net}, {words}, {NODES} nodes, {mbit} Mbit/s: at least as fast as stock DDP"),
-                    beside_ddp(mbit),
-                    |ratio| ratio >= 1.0,
-                ));
-            }
+        let settings = match results.net {
+            TRANSFORMER | DEEP => vec![(NODES, FAST), (NODES, SLOW)],
+            LAYERS => results.settings.clone(),
+            _ => Vec::new(),
+        };
+        for (nodes, mbit) in settings {
+            let case = |contender| Case { contender, nodes, mbit };
+            verdicts.push(times(
+                format!(
+                    "{net}, {words}, {nodes} nodes, {mbit} Mbit/s: at least as fast as stock DDP"
+                ),
+                results.ratio(case(Contender::Ddp), case(ours), |run| run.seconds),
+                |ratio| ratio >= 1.0,
+            ));
         }
     }
     for &(nodes, mbit) in &results.settings {
@@ -92,7 +98,7 @@ mod tests {
 
     #[test]
     fn fast_enough_meets_every_target() {
-        for net in [VGG, FC, TRANSFORMER, DEEP] {
+        for net in [VGG, FC, TRANSFORMER, DEEP, LAYERS] {
             let results = results(net, seconds(0.52));
             assert_eq!(missed(&results), 0);
             assert!(verdicts(&results).iter().all(|verdict| verdict.met == Some(true)));
@@ -107,6 +113,8 @@ mod tests {
         assert_eq!(missed(&results(TRANSFORMER, seconds(1.6))), 0);
         assert_eq!(missed(&results(TRANSFORMER, seconds(3.1))), 2);
         assert_eq!(missed(&results(DEEP, seconds(3.1))), 2);
+        let layers = results(LAYERS, seconds(3.1));
+        assert_eq!(missed(&layers), layers.settings.len(), "on any number of nodes");
     }
 
     #[test]
