@@ -118,7 +118,7 @@ pub fn window(senders: usize, shares: usize, rate: Option<Rate>) -> usize {
 /// then the sender's port is idle.
 ///
 /// * **Up to 1 Gbit/s** the window covers both queues, and a queue of a small switch holds what the
-///   kernel lets wait. 64 KB cost 2% to 3% of the time of a training step, and a quarter more CPU time
+///   kernel lets wait. 64 KB made a training step 2% longer, and cost a third more CPU time
 ///   (`bench/runs/2026-11-18-ring-windows`).
 /// * **Faster ports** may have queues that are shorter than a millisecond, which would drop packets. There
 ///   the window is twice what is under way when a port of `rate` is busy for a `round_trip`, and no more
