@@ -105,44 +105,41 @@ pub fn window(senders: usize, shares: usize, rate: Option<Rate>) -> usize {
     (budget / links).clamp(LEAST_WINDOW, MOST_WINDOW)
 }
 
-/// The receive window of each link from the only host that sends much, in bytes. That host's port is shared by
-/// `senders` of its processes, each with `lanes` links.
+/// The receive window of each of `lanes` links from the only host that sends much, in bytes.
 ///
-/// That port is as fast as this host's, so the queue of this one does not fill up. What is more than the way
-/// holds waits in the sender's own queue.
-///
-/// This host's acknowledgements wait in its own queue, behind what it sends itself. So a window has to
-/// cover two queues: the sender's and this host's. The kernel keeps a connection's part of its own queue
-/// short, at what the port carries in one or two milliseconds (TCP small queues). A window that is larger
-/// than both never holds the sender up. A smaller one is used up whenever this host's queue is full, and
-/// then the sender's port is idle.
-///
-/// * **Up to 1 Gbit/s** the window covers both queues, and a queue of a small switch holds what the
-///   kernel lets wait. 64 KB made a training step 2% longer, and cost a third more CPU time
-///   (`bench/runs/2026-11-18-ring-windows`).
-/// * **Faster ports** may have queues that are shorter than a millisecond, which would drop packets. There
-///   the window is twice what is under way when a port of `rate` is busy for a `round_trip`, and no more
-///   than a port's budget: a busy machine measures round trips that are too long. At 10 Gbit/s with
-///   queues of 256 KB, 64 KB were as fast as Gloo, 128 KB were a little slower and 256 KB half as fast
-///   (`bench/runs/2026-11-18-windows-tried`).
-pub fn lone_window(
-    senders: usize,
-    lanes: usize,
-    rate: Option<Rate>,
-    round_trip: Option<Duration>,
-) -> usize {
-    let lanes = lanes.max(1);
-    if rate.is_some_and(|rate| rate.0 <= GIGABIT) {
-        return (TWO_QUEUES / (lanes * senders.max(1))).max(LONE_WINDOW);
-    }
+/// That host's port is as fast as this one, so the queue of this one does not fill up. But what is more
+/// than the way holds waits in the sender's own queue, which may be short, too. So the window is twice
+/// what is under way when a port of `rate` is busy for a `round_trip`, and no more than a port's budget.
+/// A busy machine measures round trips that are too long. At 1 and at 10 Gbit/s on short ways, 64 KB
+/// were enough to be as fast as Gloo. At 10 Gbit/s with queues of 256 KB, 128 KB were a little slower and
+/// 256 KB half as fast: packets were lost (`bench/runs/2026-11-18-windows-tried`).
+pub fn lone_window(lanes: usize, rate: Option<Rate>, round_trip: Option<Duration>) -> usize {
     let bytes = rate.map_or(0.0, |rate| rate.0 as f64 / 8.0);
     let time = round_trip.map_or(0.0, |time| (2.0 * time.as_secs_f64()).min(BUSY));
-    ((bytes * time).round() as usize / lanes).clamp(LONE_WINDOW, MOST_WINDOW)
+    ((bytes * time).round() as usize / lanes.max(1)).clamp(LONE_WINDOW, MOST_WINDOW)
 }
 
-/// A measurement of a port of 1 Gbit/s may be a little above it.
-const GIGABIT: u64 = 1_100_000_000;
-/// What waits in two hosts' own queues at 1 Gbit/s. The kernel let up to 264 KB wait in one of them.
+/// The receive window of the one link on which a host hears its neighbour in a ring, if all `ports` carry about
+/// as much as this host's own, and that is a rate for which this was measured.
+///
+/// This host's acknowledgements wait in its own queue, behind what it sends itself. So a byte counts against
+/// the window while it waits in the sender's queue, and while its acknowledgement waits in this host's. The
+/// kernel lets a connection have little in its own host's queue (TCP small queues): two segments of up to 64
+/// KB were seen. A window that covers two such queues never holds the sender up. A smaller one is used up
+/// whenever one of the queues is long, and then the sender's port is idle.
+///
+/// With 64 KB, training steps of a net of many layers took 2% longer at 1 Gbit/s, and exchanges cost a third
+/// more CPU time (`bench/runs/2026-11-18-ring-windows`). A faster port may have a queue that does not hold what
+/// the kernel lets wait (`bench/runs/2026-11-18-windows-tried`). A neighbour with a faster port would fill
+/// this port's queue at the switch.
+pub fn window_of_two_queues(own: Rate, ports: &[Port]) -> Option<usize> {
+    let is_near = |port: &Port| u128::from(port.rate.0) * 4 <= u128::from(own.0) * 5;
+    (MEASURED.contains(&own.0) && ports.iter().all(is_near)).then_some(TWO_QUEUES)
+}
+
+/// Ports of 200 Mbit/s and 1 Gbit/s, which may be measured as a little more or less.
+const MEASURED: std::ops::RangeInclusive<u64> = 150_000_000..=1_100_000_000;
+/// Two queues with two segments each, and what is on the wire.
 const TWO_QUEUES: usize = 512 << 10;
 const LONE_WINDOW: usize = 64 << 10;
 /// What may be under way to a port: a little less than the queue of a small switch's port, 256 KB.

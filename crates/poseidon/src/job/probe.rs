@@ -106,7 +106,7 @@ impl Probe<'_> {
 }
 
 /// The nodes that `me` hears while ports are measured, in a job that may have a ring through racks: its
-/// neighbours in the ring of all hosts and in that of its rack. Their links have the window of a ring.
+/// neighbours in the ring of all hosts and in that of its rack. Their links have the least window of a ring.
 pub(crate) fn heard_in_rings(cluster: &Cluster, probers: &[NodeId], me: NodeId) -> Vec<NodeId> {
     let racks = racks(cluster, probers);
     let Some(place) = probers.iter().position(|node| *node == me).filter(|_| differ(&racks)) else {

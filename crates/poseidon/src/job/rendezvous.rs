@@ -352,6 +352,8 @@ impl Opening<'_> {
         // Where workers may be at different clocks, nothing is added up inside hosts.
         let is_bsp = book.job.consistency.is_bsp();
         let windows = Windows::new(&book.cluster_of_links(), me, lanes, rate, is_bsp);
+        // What the nodes have, not what groups make of it.
+        let windows = windows.at_ports(cluster.ports());
         let tree = Tree::new(cluster);
         let heard = heard_in_rings(cluster, self.probers, me);
         for (node, link) in links.iter_mut().flatten() {
@@ -362,7 +364,7 @@ impl Opening<'_> {
             let their_lanes = all_lanes.div_ceil(interfaces);
             let window = windows.of(*node, their_lanes, round_trip);
             let window = match heard.contains(node) {
-                true => window.map(|window| window.max(lone_window(1, lanes, rate, round_trip))),
+                true => window.map(|window| window.max(lone_window(lanes, rate, round_trip))),
                 false => window,
             };
             let window = window.filter(|_| !is_long);
