@@ -269,8 +269,8 @@ def tiny():
     return net, torch.rand(8, 3, 32, 32), torch.arange(8) % 10
 
 
-NETS = {"vgg": vgg, "fc": fc, "cnn": cnn, "transformer": transformer, "deep": deep, "tiny": tiny}
-NETS["convnext-layers"] = convnext_layers
+NETS = {"vgg": vgg, "fc": fc, "cnn": cnn, "transformer": transformer, "deep": deep, "tiny": tiny,
+        "convnext-layers": convnext_layers}  # fmt: skip
 # As people train them, on a GPU.
 NETS.update(resnet50=resnet50, convnext_tiny=convnext_tiny, vgg19=vgg19, gpt2=gpt2)
 
