@@ -181,6 +181,7 @@ fn facts(node: NodeId) -> NodeFacts {
         unix: None,
         version: "0.1.0".to_owned(),
         tiles: false,
+        queue: Some(2 << 20),
     }
 }
 

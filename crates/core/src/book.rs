@@ -55,6 +55,9 @@ pub struct NodeFacts {
     /// Whether it can multiply on tiles, whose sums differ in their last bits from those of vectors.
     #[serde(default)]
     pub tiles: bool,
+    /// How many bytes wait at most before they leave its interface, if the system tells.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub queue: Option<u64>,
 }
 
 impl NodeFacts {

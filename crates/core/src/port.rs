@@ -40,6 +40,11 @@ impl Rate {
     pub fn bits(self) -> u64 {
         self.0
     }
+
+    /// The bytes that go through in so many `seconds`.
+    fn bytes_in(self, seconds: f64) -> u64 {
+        (self.0 as f64 / 8.0 * seconds) as u64
+    }
 }
 
 /// Makes rates equal that are nearly so: measurements of equal ports differ by chance.
@@ -60,7 +65,9 @@ pub fn merge_rates(rates: &mut [Rate]) {
 }
 
 /// Makes measured rates equal on a fast network, one where a port carries more than 2.75 Gbit/s: all that
-/// are at least a quarter of the fastest become their upper median.
+/// are at least a quarter of the fastest become their upper median. A rate above 11 Gbit/s counts as 11
+/// Gbit/s here, because it may be that of the cores: beside one of 40 Gbit/s, 3.5 Gbit/s were measured at a
+/// port that is its equal.
 ///
 /// There the measurement is as much of the cores as of the port. Four equal ports of 10 Gbit/s on two
 /// cores were measured at 5.6 to 9 Gbit/s, and beside other load at 2.4 to 6.2. A node whose port was taken
@@ -68,13 +75,15 @@ pub fn merge_rates(rates: &mut [Rate]) {
 pub fn level_fast<'a>(rates: impl Iterator<Item = &'a mut Rate>) {
     let mut fast: Vec<&mut Rate> = rates.collect();
     fast.sort_by(|a, b| b.cmp(a));
-    let fastest = fast.first().map_or(0, |rate| rate.0);
+    let fastest = fast.first().map_or(0, |rate| rate.0.min(OF_CORES));
     fast.retain(|rate| fastest > MULTI_GIGABIT && rate.0.saturating_mul(4) >= fastest);
     if let Some(median) = fast.get(fast.len().saturating_sub(1) / 2).map(|rate| **rate) {
         fast.into_iter().for_each(|rate| *rate = median);
     }
 }
 
+/// One connection that carries more may be at the limit of the cores, and not of the port.
+const OF_CORES: u64 = 11_000_000_000;
 /// A measurement of a port of 2.5 Gbit/s may be a little above it.
 const MULTI_GIGABIT: u64 = 2_750_000_000;
 
@@ -119,28 +128,52 @@ pub fn lone_window(lanes: usize, rate: Option<Rate>, round_trip: Option<Duration
     ((bytes * time).round() as usize / lanes.max(1)).clamp(LONE_WINDOW, MOST_WINDOW)
 }
 
-/// The receive window of the one link on which a host hears its neighbour in a ring, if all `ports` carry about
-/// as much as this host's own, and that is a rate for which this was measured.
+/// The receive window of each of `links` links on which a host hears its neighbour in a ring, at ports of
+/// `rate` that are [level](are_level), if that was measured. `queue` is what waits at most in the
+/// neighbour's own port, in bytes, if it is known.
 ///
 /// This host's acknowledgements wait in its own queue, behind what it sends itself. So a byte counts against
 /// the window while it waits in the sender's queue, and while its acknowledgement waits in this host's. The
 /// kernel lets a connection have little in its own host's queue (TCP small queues): two segments of up to 64
-/// KB were seen. A window that covers two such queues never holds the sender up. A smaller one is used up
-/// whenever one of the queues is long, and then the sender's port is idle.
+/// KB, or what the port carries in a millisecond. A window that covers two such queues never holds the
+/// sender up. A smaller one is used up whenever one of the queues is long, and then the sender's port is
+/// idle.
 ///
-/// With 64 KB, training steps of a net of many layers took 2% longer at 1 Gbit/s, and exchanges cost a third
-/// more CPU time (`bench/runs/2026-11-18-ring-windows`). A faster port may have a queue that does not hold what
-/// the kernel lets wait (`bench/runs/2026-11-18-windows-tried`). A neighbour with a faster port would fill
-/// this port's queue at the switch.
-pub fn window_of_two_queues(own: Rate, ports: &[Port]) -> Option<usize> {
-    let is_near = |port: &Port| u128::from(port.rate.0) * 4 <= u128::from(own.0) * 5;
-    (MEASURED.contains(&own.0) && ports.iter().all(is_near)).then_some(TWO_QUEUES)
+/// - Up to 1 Gbit/s two segments are more than a millisecond. Small switches' queues hold them. With 64
+///   KB, training steps of a net of many layers took 2% longer, and exchanges cost a third more CPU time
+///   (`bench/runs/2026-11-18-ring-windows`).
+/// - Above, a millisecond is more. Where the queue does not hold it, packets are lost, and exchanges take
+///   twice as long (`bench/runs/2026-11-18-windows-tried`). So the queue has to be known.
+pub fn window_of_two_queues(rate: Rate, links: usize, queue: Option<u64>) -> Option<usize> {
+    if MEASURED.contains(&rate.0) {
+        return (links == 1).then_some(TWO_QUEUES);
+    }
+    let window = rate.bytes_in(SMALL_QUEUE + SLACK) as usize / links.max(1);
+    holds_what_waits(rate, queue).then(|| window.clamp(LONE_WINDOW, MOST_WINDOW))
+}
+
+/// Whether a host's own port of `rate` holds all that the kernel lets its connections have there, as far as
+/// that was measured. `queue` is what it holds in bytes, if that is known.
+pub fn holds_what_waits(rate: Rate, queue: Option<u64>) -> bool {
+    let is_long = queue.is_some_and(|queue| queue >= rate.bytes_in(SMALL_QUEUE));
+    MEASURED.contains(&rate.0) || rate.0 > MULTI_GIGABIT && is_long
+}
+
+/// Whether all `ports` carry about as much as one of `rate`, at most: a neighbour with a faster port would
+/// fill this port's queue at the switch.
+pub fn are_level(rate: Rate, ports: &[Port]) -> bool {
+    ports.iter().all(|port| u128::from(port.rate.0) * 4 <= u128::from(rate.0) * 5)
 }
 
 /// Ports of 200 Mbit/s and 1 Gbit/s, which may be measured as a little more or less.
 const MEASURED: std::ops::RangeInclusive<u64> = 150_000_000..=1_100_000_000;
 /// Two queues with two segments each, and what is on the wire.
 const TWO_QUEUES: usize = 512 << 10;
+/// What TCP small queues let wait at a port, in seconds: a millisecond at the rate at which the kernel
+/// paces a connection, which is a fifth more than what it carries.
+const SMALL_QUEUE: f64 = 1.2e-3;
+/// If one of two queues holds all that the kernel lets wait, the other one still has half a millisecond.
+const SLACK: f64 = 0.5e-3;
 const LONE_WINDOW: usize = 64 << 10;
 /// What may be under way to a port: a little less than the queue of a small switch's port, 256 KB.
 const LEAST_BUDGET: usize = 192 << 10;
@@ -156,7 +189,7 @@ const MOST_WINDOW: usize = 1 << 20;
 /// one of 40 Gbit/s: the cores decide how many lanes it has, and chance makes no port slower than
 /// another.
 pub fn judge_measured(rate: Rate) -> Rate {
-    if rate.0 > 11_000_000_000 {
+    if rate.0 > OF_CORES {
         return Rate(40_000_000_000);
     }
     let mut unit = 1;

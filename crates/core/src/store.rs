@@ -27,6 +27,7 @@
 //! and all its sums are empty.
 
 mod dropping;
+mod held;
 mod loose;
 mod open_clock;
 mod outcome;
@@ -136,6 +137,8 @@ struct Slot {
     rounds: VecDeque<OpenClock>,
     /// Who waits for an answer, where workers may be apart.
     owed: Owed,
+    /// Since when this node's worker has [held back](Store::holds_back) its contribution.
+    held: Option<Duration>,
     /// What a checkpoint has of the chunk, until its initial values have come.
     restored: Option<Restored>,
 }
@@ -210,6 +213,7 @@ impl Store {
                 streams: streams.clone(),
                 rounds: VecDeque::new(),
                 owed: Owed::default(),
+                held: None,
                 restored: None,
             });
         }
@@ -314,6 +318,7 @@ impl Store {
         let Contribution { slot: id, stream, clock, .. } = contribution;
         let slot = &mut self.slots[id as usize];
         slot.progress[stream] = Progress::at(clock.next());
+        slot.held = None;
         if self.consistency.drops() > 0 && clock != Clock(0) {
             self.contributed_or_dropped(contribution);
             return None;

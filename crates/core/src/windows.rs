@@ -1,6 +1,6 @@
 //! How what may be under way to a host's port is shared out among the links that end there.
 
-use crate::port::{lone_window, window, window_of_two_queues};
+use crate::port::{are_level, holds_what_waits, lone_window, window, window_of_two_queues};
 use crate::{Cluster, NodeId, Port, Rate, Role, Tree};
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
@@ -31,9 +31,8 @@ pub struct Windows {
     reach: Vec<usize>,
     straight: Senders,
     ring: Senders,
-    /// The window of a neighbour in the ring that has a single link to this host, if ports are known to be
-    /// equal.
-    of_two_queues: Option<usize>,
+    /// By node, where ports are known to be level: what its own port holds at most, if that is known.
+    queues: Vec<Option<u64>>,
 }
 
 /// Who sends sums or results to a host.
@@ -105,21 +104,24 @@ impl Windows {
             reach,
             straight,
             ring,
-            of_two_queues: None,
+            queues: Vec::new(),
         }
     }
 
-    /// The same where all nodes have these `ports`. Whether they are equal decides about the window of a
-    /// neighbour in a ring ([`window_of_two_queues`]).
-    pub fn at_ports(mut self, ports: &[Port]) -> Self {
-        self.of_two_queues = self.rate.and_then(|own| window_of_two_queues(own, ports));
+    /// The same where all nodes have these `ports`, and their own ports hold so much at most (`queues`, by
+    /// node; `None` if it is not known). That decides about the window of a neighbour in a ring
+    /// ([`window_of_two_queues`]).
+    pub fn at_ports(mut self, ports: &[Port], queues: Vec<Option<u64>>) -> Self {
+        let is_level = self.rate.is_some_and(|own| are_level(own, ports));
+        self.queues = if is_level { queues } else { Vec::new() };
         self
     }
 
     /// The receive window of the link from `node`, over a way that takes `round_trip`, in bytes. `None`
-    /// if nothing bounds it: the node is on this host, or its host is the only other one. One sender
-    /// does not overflow a port that is as fast as its own. The links of `node` have so many `lanes` for
-    /// each of its ports.
+    /// if nothing bounds it: the node is on this host, or it is the only one elsewhere, and has one lane or
+    /// a port that is level with this one and holds what waits there. One sender does not overflow a port that is as fast as its own. All its lanes
+    /// have the same window then: connections share a port in proportion to their windows. The links of
+    /// `node` have so many `lanes` for each of its ports.
     pub fn of(&self, node: NodeId, lanes: usize, round_trip: Option<Duration>) -> Option<usize> {
         let host = self.tree.host(node);
         if host == self.host {
@@ -129,20 +131,27 @@ impl Windows {
             senders.connections.get(&host).copied().filter(|_| senders.own.contains(&node))
         };
         if let Some(links) = connections(&self.ring) {
-            let is_single = links * self.lanes.max(lanes) == 1;
-            let window = self.of_two_queues.filter(|_| is_single);
-            return Some(window.unwrap_or_else(|| lone_window(self.lanes, self.rate, round_trip)));
+            let (rate, links) = (self.rate, links * self.lanes.max(lanes));
+            let queue = self.queues.get(node.index());
+            let window = rate.zip(queue).and_then(|(r, q)| window_of_two_queues(r, links, *q));
+            return Some(window.unwrap_or_else(|| lone_window(self.lanes, rate, round_trip)));
         }
-        let (count, shares) = match connections(&self.straight) {
+        let (count, shares, is_alone) = match connections(&self.straight) {
             Some(of_host) => {
                 // The part of this port, or that of the sender's, whichever is smaller.
-                let here = self.straight.connections.len() * self.lanes;
-                let there = self.reach[node.index()] * lanes;
-                (self.parts * here.max(there), of_host)
+                let (hosts, reach) = (self.straight.connections.len(), self.reach[node.index()]);
+                let count = self.parts * (hosts * self.lanes).max(reach * lanes);
+                (count, of_host, self.parts * hosts.max(reach) * of_host == 1)
             }
-            None => (self.parts * self.partners * self.lanes, self.here),
+            None => {
+                let (parts, partners) = (self.parts, self.partners);
+                (parts * partners * self.lanes, self.here, parts * partners * self.here == 1)
+            }
         };
-        (count * shares > 1).then(|| window(count, shares, self.rate))
+        let port = self.rate.zip(self.queues.get(node.index()));
+        let holds = port.is_some_and(|(rate, queue)| holds_what_waits(rate, *queue));
+        let is_free = is_alone && (count * shares == 1 || holds);
+        (!is_free).then(|| window(count, shares, self.rate))
     }
 }
 
@@ -181,8 +190,18 @@ mod tests {
     fn the_only_sender_and_neighbours_on_the_host_are_not_bounded() {
         let two = cluster(&[0, 1]);
         assert_eq!(of(&two, 0, 1, 1), None);
-        assert_eq!(of(&two, 0, 2, 1), Some(BUDGET / 2), "its lanes are two connections");
+        let lanes_at = |rate: &str, queue| {
+            let rate: Rate = rate.parse().unwrap();
+            let ports = [0, 1].map(|number| Port { number, rate });
+            let windows = Windows::new(&two, NodeId(0), 2, Some(rate), true);
+            windows.at_ports(&ports, vec![queue; 2]).of(NodeId(1), 2, None)
+        };
+        let (short, long) = (Some(256 << 10), Some(2 << 20));
+        assert_eq!([lanes_at("1gbit", short), lanes_at("10gbit", long)], [None; 2]);
+        assert_eq!([lanes_at("10gbit", short), lanes_at("10gbit", None)], [Some(374_999); 2]);
+        assert_eq!(of(&two, 0, 2, 1), Some(BUDGET / 2), "nothing is known of the port");
         assert_eq!(of(&cluster(&[0, 0, 1]), 0, 1, 1), None);
+        assert_eq!(of(&cluster(&[0, 1, 1]), 0, 2, 1), Some(BUDGET / 4), "its host has two ranks");
     }
 
     #[test]
@@ -245,10 +264,14 @@ mod tests {
             let port = |(number, rate): (u16, &str)| Port { number, rate: rate.parse().unwrap() };
             (0..).zip(rates).map(port).collect()
         };
-        let of = |hosts: &[u16], lanes, own: &str, others: &str, from| {
+        let at = |hosts: &[u16], lanes, own: &str, others: &str, queue, from| {
             let ring = cluster(hosts).in_a_ring();
             let windows = Windows::new(&ring, NodeId(0), lanes, own.parse().ok(), true);
-            windows.at_ports(&ports([own, own, own, own, own, others])).of(NodeId(from), lanes, far)
+            let ports = ports([own, own, own, own, own, others]);
+            windows.at_ports(&ports, vec![queue; 6]).of(NodeId(from), lanes, far)
+        };
+        let of = |hosts: &[u16], lanes, own: &str, others: &str, from| {
+            at(hosts, lanes, own, others, None, from)
         };
         let six = [0, 1, 2, 3, 4, 5];
         assert_eq!(of(&six, 1, "940mbit", "1gbit", 1), Some(512 << 10));
@@ -261,6 +284,14 @@ mod tests {
         let pairs = [0, 0, 1, 1, 2, 2];
         let near = [2, 3, 4, 5].map(|from| of(&pairs, 1, "1gbit", "1gbit", from));
         assert!(!near.contains(&Some(512 << 10)), "two ranks are two links: {near:?}");
+        // A faster port has to hold 1.2 ms: then its links have 1.7 ms together.
+        let fast = |queue, lanes, others| at(&six, lanes, "10gbit", others, queue, 1);
+        assert_eq!(fast(Some(2 << 20), 4, "10gbit"), Some(531_250));
+        assert_eq!(fast(Some(2 << 20), 2, "9.4gbit"), Some(1 << 20), "no window is larger");
+        let small = fast(Some(1 << 20), 2, "10gbit");
+        assert_eq!([small, fast(None, 2, "10gbit")], [Some(250_000); 2]);
+        assert_eq!(fast(Some(2 << 20), 2, "25gbit"), small, "a neighbour is faster");
+        assert_eq!(at(&six, 1, "100mbit", "100mbit", Some(2 << 20), 1), Some(64 << 10));
     }
 
     /// Ranks of one host share its port: the windows of all that goes straight to any of them fit the

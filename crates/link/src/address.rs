@@ -162,6 +162,11 @@ impl Choice {
         crate::window::interface_mtu(self.interface.as_deref()?)
     }
 
+    /// How many bytes wait at most before they leave the interface, where the system says.
+    pub fn queue(&self) -> Option<u64> {
+        crate::queue::of_interface(self.interface.as_deref()?)
+    }
+
     /// The NUMA node that the interface is attached to, on a machine with several.
     pub fn numa_node(&self) -> Option<NumaNode> {
         NumaNode::of_interface(self.interface.as_deref()?)

@@ -157,8 +157,8 @@ impl<L: Link> Link for EncryptedLink<L> {
         self.inner.widen(bytes)
     }
 
-    fn expect_answers_soon(&mut self) -> bool {
-        self.inner.expect_answers_soon()
+    fn expect_answers(&mut self, resend_soon: bool) -> bool {
+        self.inner.expect_answers(resend_soon)
     }
 
     fn round_trip(&self) -> Option<Duration> {

@@ -29,6 +29,7 @@ mod listener;
 mod names;
 mod numa;
 mod past_cache;
+mod queue;
 mod records;
 mod secret;
 mod shared;
@@ -132,9 +133,11 @@ pub trait Link: Send {
         Ok(())
     }
 
-    /// The way to the other end is short, so what is lost may be sent again after milliseconds. Both
-    /// ends must say so. False if the system cannot do it, or if nothing is ever lost.
-    fn expect_answers_soon(&mut self) -> bool {
+    /// The way to the other end is short: what comes is acknowledged after milliseconds at most and, if
+    /// `resend_soon`, what is lost is sent again as soon. Both ends must say that the way is short. False if
+    /// the system cannot do it, or if nothing is ever lost.
+    fn expect_answers(&mut self, resend_soon: bool) -> bool {
+        let _ = resend_soon;
         false
     }
 

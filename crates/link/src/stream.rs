@@ -348,8 +348,8 @@ impl Link for SocketLink {
         }
     }
 
-    fn expect_answers_soon(&mut self) -> bool {
-        self.carrier == Carrier::Tcp && window::expect_answers_soon(&self.socket)
+    fn expect_answers(&mut self, resend_soon: bool) -> bool {
+        self.carrier == Carrier::Tcp && window::expect_answers(&self.socket, resend_soon)
     }
 
     fn round_trip(&self) -> Option<Duration> {

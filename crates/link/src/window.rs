@@ -43,13 +43,14 @@ fn resize(socket: &Socket, bytes: usize) -> io::Result<()> {
     Ok(())
 }
 
-/// What is lost is sent again soon: the way is short. True if the system can do it.
-pub(crate) fn expect_answers_soon(socket: &Socket) -> bool {
+/// What comes is acknowledged soon: the way is short. What is lost is sent again soon, too, if so wished.
+/// True if the system can do it.
+pub(crate) fn expect_answers(socket: &Socket, resend_soon: bool) -> bool {
     #[cfg(target_os = "linux")]
-    return options::set_timers(socket).is_ok();
+    return options::set_timers(socket, resend_soon).is_ok();
     #[cfg(not(target_os = "linux"))]
     {
-        let _ = socket;
+        let _ = (socket, resend_soon);
         false
     }
 }
@@ -111,6 +112,12 @@ pub(crate) fn interface_mtu(name: &str) -> Option<u32> {
     }
 }
 
+/// The kernel's number of this machine's interface `name`.
+#[cfg(target_os = "linux")]
+pub(crate) fn interface_number(name: &str) -> Option<u32> {
+    options::interface_number(name)
+}
+
 /// Options of Linux that socket2 does not have.
 #[cfg(target_os = "linux")]
 mod options {
@@ -134,8 +141,10 @@ mod options {
     /// acknowledged: options of newer kernels, which libc does not name yet, and microseconds.
     /// Without them both are 200 ms. The first is the longer one, or nothing would be acknowledged
     /// in time. Less than two ticks of the kernel's clock, 8 ms, is refused.
-    const LEAST_RESEND: (libc::c_int, libc::c_int) = (45, 16_000);
+    const LEAST_RESEND: libc::c_int = 45;
     const LONGEST_DELAY: (libc::c_int, libc::c_int) = (46, 8000);
+    const SOON: libc::c_int = 16_000;
+    const USUAL: libc::c_int = 200_000;
 
     /// Which buffers are as the program has set them: bits, one for the one that is sent from.
     const BUFFER_LOCK: libc::c_int = 72;
@@ -150,9 +159,9 @@ mod options {
         set(socket, libc::TCP_WINDOW_CLAMP, value)
     }
 
-    pub(super) fn set_timers(socket: &Socket) -> io::Result<()> {
+    pub(super) fn set_timers(socket: &Socket, resend_soon: bool) -> io::Result<()> {
         set(socket, LONGEST_DELAY.0, LONGEST_DELAY.1)?;
-        set(socket, LEAST_RESEND.0, LEAST_RESEND.1)
+        set(socket, LEAST_RESEND, if resend_soon { SOON } else { USUAL })
     }
 
     pub(super) fn do_not_fragment(socket: &Socket, is_ipv6: bool) -> io::Result<()> {
@@ -202,6 +211,21 @@ mod options {
     }
 
     pub(super) fn interface_mtu(name: &str) -> Option<u32> {
+        let request = ask_interface(name, libc::SIOCGIFMTU as _)?;
+        // SAFETY: the kernel has written this member of the union, and any bits are a number.
+        let mtu = unsafe { request.ifr_ifru.ifru_mtu };
+        u32::try_from(mtu).ok()
+    }
+
+    pub(super) fn interface_number(name: &str) -> Option<u32> {
+        let request = ask_interface(name, libc::SIOCGIFINDEX as _)?;
+        // SAFETY: the kernel has written this member of the union, and any bits are a number.
+        let number = unsafe { request.ifr_ifru.ifru_ifindex };
+        u32::try_from(number).ok()
+    }
+
+    /// What the kernel says of the interface `name`.
+    fn ask_interface(name: &str, question: libc::Ioctl) -> Option<libc::ifreq> {
         // Any socket will do.
         let socket = Socket::new(socket2::Domain::UNIX, socket2::Type::DGRAM, None).ok()?;
         // SAFETY: all bits zero are valid numbers, and a null pointer, in this structure.
@@ -214,14 +238,9 @@ mod options {
             *to = from as libc::c_char;
         }
         let place = &raw mut request;
-        // SAFETY: the kernel reads the name from `request` and writes the MTU to it.
-        let failed = unsafe { libc::ioctl(socket.as_raw_fd(), libc::SIOCGIFMTU as _, place) };
-        if failed != 0 {
-            return None;
-        }
-        // SAFETY: the kernel has written this member of the union, and any bits are a number.
-        let mtu = unsafe { request.ifr_ifru.ifru_mtu };
-        u32::try_from(mtu).ok()
+        // SAFETY: for these questions the kernel reads the name from `request` and writes a number to it.
+        let failed = unsafe { libc::ioctl(socket.as_raw_fd(), question, place) };
+        (failed == 0).then_some(request)
     }
 
     /// The number of four bytes that begins at byte `at`.

@@ -12,6 +12,7 @@ use poseidon::{
 };
 use poseidon_core::wire::Header;
 use std::thread;
+use std::time::{Duration, Instant};
 
 const BF16: Encodings = Encodings { up: Encoding::Bf16, down: Encoding::Bf16 };
 const F16: Encodings = Encodings { up: Encoding::F16, down: Encoding::F16 };
@@ -132,8 +133,13 @@ fn results_are_equal_bit_by_bit_and_half_as_many_bytes_travel() {
             // When everybody has received everything, everything has been sent.
             session.gather("received", &serde_json::Value::Null)?;
             let planned = session.plan().bytes_sent(poseidon::NodeId(session.rank()), LayerId(0));
-            let frames = session.sent(LayerId(0)) as usize - planned;
-            Ok((result.bytes().to_vec(), planned, frames))
+            // A lane counts a frame after it was taken, so the count may come a little later.
+            let patience = Instant::now() + Duration::from_secs(20);
+            while (session.sent(LayerId(0)) as usize) < planned && Instant::now() < patience {
+                thread::sleep(Duration::from_millis(1));
+            }
+            let headers = session.sent(LayerId(0)) as usize - planned;
+            Ok((result.bytes().to_vec(), planned, headers))
         });
         results.into_iter().collect::<Result<Vec<_>, Error>>().unwrap()
     };
@@ -152,6 +158,38 @@ fn results_are_equal_bit_by_bit_and_half_as_many_bytes_travel() {
     // Sums of f32 in another order differ in their last bit, which moves few of the results.
     let moved = got.iter().zip((0..LEN).map(mean)).filter(|(got, mean)| *got != mean).count();
     assert!(moved < LEN / 100, "{moved} of {LEN} are not the mean, rounded once");
+}
+
+/// The first worker holds its own contribution back, so that of the second one is all that its shard can
+/// tell of.
+#[test]
+fn a_worker_that_never_sends_halves_is_named() {
+    let layout = Layout::workers(2);
+    let (_coordinator, mut config) = layout.coordinator();
+    config.timeout = Duration::from_secs(1);
+    let describe = |builder: Builder| {
+        builder
+            .layer(Layer::new("a", 8).encoded(Encodings::both(Encoding::Bf16)))
+            .optimizer(Optimizer::Reduce(Reduction::Sum))
+    };
+    let results = without_hanging(move || {
+        layout.run_with(&config, describe, |session| {
+            let home = session.book().plan().all_chunks().next().unwrap().1.node;
+            if session.rank() == home.0 {
+                session.send(LayerId(0), buffer(Encoding::Bf16, &[1.0; 8]))?;
+                return session.receive(LayerId(0)).map(drop);
+            }
+            loop {
+                session.is_ready(LayerId(0))?;
+                thread::sleep(Duration::from_millis(10));
+            }
+        })
+    });
+    for result in results {
+        let error = result.unwrap_err().to_string();
+        assert!(error.contains("of layer 'a' at clock 1 has waited"), "{error}");
+        assert!(error.contains(" for worker 1") && !error.contains("worker 0,"), "{error}");
+    }
 }
 
 const M: usize = 6;

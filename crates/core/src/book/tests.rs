@@ -27,6 +27,7 @@ fn book(cluster: Cluster) -> Book {
         unix: None,
         version: String::new(),
         tiles: false,
+        queue: None,
     };
     let identity = JobId(std::array::from_fn(|i| i as u8));
     let nodes = cluster.node_ids().map(facts).collect();

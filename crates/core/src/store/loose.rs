@@ -63,7 +63,8 @@ impl Slot {
 
     /// Since when the chunk has waited for somebody.
     pub(super) fn waits_since(&self) -> Option<Duration> {
-        self.owed.since.or_else(|| self.rounds.front().map(|round| round.opened))
+        let opened = self.rounds.front().map(|round| round.opened);
+        self.owed.since.or(opened).or(self.held)
     }
 }
 

@@ -123,7 +123,7 @@ impl CheckMember {
         let mut choices =
             address::choose_each(config.address.as_deref(), &meeting_point, deadline)?;
         let listener = Listener::bind_each(&choices, config.carrier != Carriers::Tcp)?;
-        let facts = own_facts(config, &listener, false);
+        let facts = own_facts(config, &listener, &choices, false);
         // Nobody calls before all nodes have told each other that they have the book.
         let identity = Arc::new(OnceLock::new());
         let (known, me, nodes) = (identity.clone(), config.node(), config.workers);

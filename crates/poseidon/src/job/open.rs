@@ -241,6 +241,7 @@ mod tests {
                 unix: None,
                 version: "0".into(),
                 tiles: false,
+                queue: None,
             };
             let (servers, lanes, book) = (Servers::Colocated, 1, BOOK_VERSION);
             let (lanes_by_rate, link_rate, job) = (false, LinkRate::Unknown, Some(job(10)));

@@ -211,6 +211,7 @@ mod tests {
                 unix: None,
                 version: String::new(),
                 tiles: false,
+                queue: None,
             };
         let all = [(0, "a", Some("left")), (1, "b", None), (2, "a", Some("left")), (3, "c", None)];
         book.nodes = all.map(facts).to_vec();

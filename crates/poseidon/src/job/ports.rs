@@ -364,6 +364,8 @@ mod tests {
         // Above 11 Gbit/s a port counts as one of 40: so do its equals that were measured below that.
         let threshold = [(0, 1, 12_000), (1, 2, 12_000), (2, 3, 9_900), (3, 0, 12_000)];
         assert!(settled(&claims, &threshold).in_a_ring().is_ring());
+        let of_cores = [(0, 1, 24_000), (1, 2, 24_000), (2, 3, 3_500), (3, 0, 24_000)];
+        assert!(settled(&claims, &of_cores).in_a_ring().is_ring());
         // Slow ones are told apart.
         let slow = [(0, 1, 9_000), (1, 0, 9_000), (2, 3, 940), (3, 2, 940)];
         assert_eq!(ports(&settled(&claims, &slow)), [(0, 9_000), (1, 9_000), (2, 940), (3, 940)]);

@@ -69,7 +69,7 @@ pub(crate) fn join(config: &Config, job: Option<Job>) -> Result<Joined, Error> {
     let listener = Listener::bind_each(&choices, config.carrier != Carriers::Tcp)
         .map_err(|e| with_need(e.into(), need))?
         .needing(need);
-    let facts = own_facts(config, &listener, Unit::available().contains(&Unit::Tiles));
+    let facts = own_facts(config, &listener, &choices, Unit::available().contains(&Unit::Tiles));
     let run = Arc::new(Run::default());
     let (serving, arrivals) = receive_callers(listener, config, &credentials, run.clone())?;
     // This is dropped before the listener is. The listener's drop waits for callers, and callers
@@ -141,7 +141,14 @@ fn spread_lanes(book: &Book, choices: &[Choice]) -> Vec<Vec<usize>> {
 }
 
 /// What this node says about itself when it joins.
-pub(crate) fn own_facts(config: &Config, listener: &Listener, tiles: bool) -> NodeFacts {
+pub(crate) fn own_facts(
+    config: &Config,
+    listener: &Listener,
+    choices: &[Choice],
+    tiles: bool,
+) -> NodeFacts {
+    // The smallest counts, and nothing if one is not known.
+    let queues: Option<Vec<u64>> = choices.iter().map(Choice::queue).collect();
     NodeFacts {
         node: config.node(),
         host: config.host.clone().unwrap_or_else(address::host_id),
@@ -151,6 +158,7 @@ pub(crate) fn own_facts(config: &Config, listener: &Listener, tiles: bool) -> No
         unix: listener.unix().map(String::from),
         version: env!("CARGO_PKG_VERSION").into(),
         tiles,
+        queue: queues.and_then(|queues| queues.into_iter().min()),
     }
 }
 
@@ -353,24 +361,35 @@ impl Opening<'_> {
         let is_bsp = book.job.consistency.is_bsp();
         let windows = Windows::new(&book.cluster_of_links(), me, lanes, rate, is_bsp);
         // What the nodes have, not what groups make of it.
-        let windows = windows.at_ports(cluster.ports());
+        let queues = book.nodes.iter().map(|facts| facts.queue).collect();
+        let windows = windows.at_ports(cluster.ports(), queues);
         let tree = Tree::new(cluster);
         let heard = heard_in_rings(cluster, self.probers, me);
-        for (node, link) in links.iter_mut().flatten() {
-            // On a long way, queues are not what takes time, and a small window would.
-            let round_trip = link.round_trip();
-            let is_long = round_trip.is_some_and(|time| time > LONG_WAY);
+        // On a long way, queues are not what takes time, and a small window would.
+        let is_long = |time: Option<Duration>| time.is_some_and(|time| time > LONG_WAY);
+        let window = |node: NodeId, round_trip: Option<Duration>| {
             let interfaces = book.nodes.get(node.index()).map_or(1, NodeFacts::interfaces);
             let their_lanes = all_lanes.div_ceil(interfaces);
-            let window = windows.of(*node, their_lanes, round_trip);
-            let window = match heard.contains(node) {
+            let window = windows.of(node, their_lanes, round_trip);
+            let window = match heard.contains(&node) {
                 true => window.map(|window| window.max(lone_window(lanes, rate, round_trip))),
                 false => window,
             };
-            let window = window.filter(|_| !is_long);
-            let bytes = window.unwrap_or(SOCKET_BUFFER);
+            window.filter(|_| !is_long(round_trip)).unwrap_or(SOCKET_BUFFER)
+        };
+        // A neighbour in the ring that hears this host has as large a window for it as this host has for
+        // the neighbour that it hears.
+        let is_ring = book.cluster_of_links().is_ring();
+        let hears = |a: NodeId, b: NodeId| is_ring && tree.senders(a, true).contains(&b);
+        let heard_in_ring = links.iter().flatten().filter(|(node, _)| hears(me, *node));
+        let of_ring = heard_in_ring.map(|(node, link)| window(*node, link.round_trip())).min();
+        for (node, link) in links.iter_mut().flatten() {
+            let round_trip = link.round_trip();
+            let bytes = window(*node, round_trip);
             let is_away = tree.host(*node) != tree.host(me);
-            if is_away && !is_long && !link.expect_answers_soon() {
+            let theirs = of_ring.filter(|_| hears(*node, me)).unwrap_or(bytes);
+            let soon = theirs < LARGE_WINDOW;
+            if is_away && !is_long(round_trip) && !link.expect_answers(soon) && soon {
                 tracing::debug!(%node, "what is lost is sent again after the system's 200 ms");
             }
             if let Err(error) = link.widen(bytes) {
@@ -512,6 +531,10 @@ pub(crate) fn route(
 
 /// How long a caller waits at most for this node's book before it is sent away to try again.
 const BOOK: Duration = Duration::from_secs(10);
+/// A window with packets enough for TCP to see from acknowledgements what is lost, without a timer. The
+/// timer is the usual one then: after a pause of a timer's length TCP begins slowly again, and training
+/// pauses in every step (ADR 0017).
+const LARGE_WINDOW: usize = 512 << 10;
 /// A round trip that no queue of a switch explains.
 const LONG_WAY: Duration = Duration::from_millis(3);
 /// How often a wait looks for bad news.

@@ -27,7 +27,7 @@ use poseidon_core::{
     ChunkKey, Clock, Cluster, Epoch, Gather, LayerId, NodeId, Plan, Route, Shard, Store, Syncer,
     Tree, Violation,
 };
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
@@ -46,10 +46,11 @@ pub(crate) struct PlanState {
     gathers: Vec<Option<Gathering>>,
     /// Per layer: gradients and updates that links still read from the exchange's memory.
     unsent: Vec<usize>,
-    /// Chunks of this node's worker for this node's shard, where the sum has been begun by another
-    /// worker. One is added in every turn: all at once they would push everything else out of the
-    /// cache.
+    /// Chunks of this node's worker for its own shard, where another worker has begun the sum. One is
+    /// added in every turn: all at once they would push everything else out of the cache.
     own: VecDeque<ChunkKey>,
+    /// Chunks of this node's worker that its own shard [holds back](Store::holds_back).
+    held: BTreeSet<ChunkKey>,
     completed: Vec<Completed>,
     /// What has come to this node and goes on to others.
     passing: Vec<Passing>,
@@ -97,8 +98,7 @@ enum Arriving {
     Attendance(Vec<u8>),
 }
 
-/// The receipt of a result that a shard holds. The receipt of any other message is its layer's
-/// number.
+/// The receipt of a result that a shard holds. Other messages' receipts are their layers' numbers.
 const HELD_RESULT: u64 = u64::MAX;
 
 impl PlanState {
@@ -138,6 +138,7 @@ impl PlanState {
             exchanges: vec![None; plan.layers()],
             unsent: vec![0; plan.layers()],
             own: VecDeque::new(),
+            held: BTreeSet::new(),
             completed: Vec::new(),
             passing: Vec::new(),
             board,
@@ -194,7 +195,10 @@ impl PlanState {
         // in it. Only the other chunks are work.
         for _ in 0..self.own.len() {
             let Some(chunk) = self.own.pop_front() else { break };
-            if !self.lend(chunk, now).map_err(|violation| (chunk, violation))? {
+            let is_lent = self.lend(chunk, now).map_err(|violation| (chunk, violation))?;
+            if !is_lent && self.store.holds_back(chunk, exchange.kind, now) {
+                self.held.insert(chunk);
+            } else if !is_lent {
                 self.own.push_back(chunk);
             }
         }
@@ -309,6 +313,9 @@ impl PlanState {
             Arriving::Sum { sum, mut lent } => {
                 let done = self.store.handle_contributed(sum, lent.as_mut().map(Lent::sum));
                 self.completed.extend(done);
+                if self.held.remove(&chunk) {
+                    self.own.push_back(chunk);
+                }
             }
             Arriving::Result => {
                 self.board.note_marks(marks, clock);
@@ -479,7 +486,12 @@ impl PlanState {
     }
 
     pub(crate) fn poll_stalled(&self, now: Duration, limit: Duration) -> Option<Stall> {
-        self.store.poll_stalled(now, limit)
+        let mut stall = self.store.poll_stalled(now, limit)?;
+        if self.held.contains(&stall.key) {
+            stall.clock = self.clock(stall.key.layer);
+            stall.missing.retain(|node| *node != self.me.node);
+        }
+        Some(stall)
     }
 
     /// The chunks this node's worker awaits.

@@ -178,6 +178,36 @@ fn a_collected_sum_goes_on_in_the_encoding_of_contributions() {
     assert_eq!(block(Some(sum)).bytes(), encode(Encoding::Bf16, &vec![1.0; len]).bytes());
 }
 
+/// A worker of the shard's own node waits with numbers that have to be decoded, until another
+/// worker's contribution is complete. What can be lent does not wait.
+#[test]
+fn a_worker_beside_its_shard_waits_for_another_contribution() {
+    let cluster = Cluster::new(2, Servers::Colocated, 1).unwrap();
+    let store = |encoding, order| {
+        let layers = [Layer::new("l", 8).encoded(Encodings::both(encoding))];
+        let plan = Plan::new(&cluster, &layers, Rules::default());
+        let (key, home) = plan.all_chunks().next().unwrap();
+        (Store::new(&plan, home, |_| &SUM, order), key)
+    };
+    const NOW: Duration = Duration::from_secs(7);
+    let (mut bf16, chunk) = store(Encoding::Bf16, Order::Arrival);
+    assert_eq!(bf16.poll_stalled(Duration::from_secs(9), Duration::ZERO), None);
+    assert!(bf16.holds_back(chunk, Kind::Push, NOW));
+    assert!(!bf16.holds_back(chunk, Kind::Init, NOW));
+    let stall = bf16.poll_stalled(Duration::from_secs(9), Duration::ZERO).unwrap();
+    assert_eq!((stall.key, stall.waited), (chunk, Duration::from_secs(2)));
+    assert!(stall.missing.contains(&NodeId(1)), "{stall:?}");
+    let values = encode(Encoding::Bf16, &[1.0; 8]);
+    let push = |worker| Header { chunk, ..frame(Kind::Push, worker, 1, 16) };
+    assert!(contribute(&mut bf16, &push(1), &values, 8).is_none());
+    assert!(!bf16.holds_back(chunk, Kind::Push, NOW));
+    let sum = block(contribute(&mut bf16, &push(0), &values, 8));
+    assert_eq!(decode(Encoding::Bf16, &sum), [2.0; 8]);
+    assert!(bf16.holds_back(chunk, Kind::Push, NOW), "the next clock begins");
+    assert!(!store(Encoding::Bf16, Order::Rank).0.holds_back(chunk, Kind::Push, NOW));
+    assert!(!store(Encoding::F32, Order::Arrival).0.holds_back(chunk, Kind::Push, NOW));
+}
+
 #[test]
 fn bytes_sent_are_those_of_the_encodings() {
     let cluster = Cluster::new(4, Servers::Colocated, 1).unwrap();

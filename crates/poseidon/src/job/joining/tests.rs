@@ -39,6 +39,7 @@ fn words(node: u16) -> Join {
         unix: None,
         version: String::new(),
         tiles: false,
+        queue: None,
     };
     let (workers, servers, lanes, book) = (3, Servers::Colocated, 2, BOOK_VERSION);
     let (lanes_by_rate, link_rate, job) = (false, LinkRate::Unknown, Some(job()));
