@@ -252,15 +252,17 @@ impl Driver {
         enough: impl Fn(&Engine) -> bool,
     ) {
         let until = deadline.map(|d| d.saturating_duration_since(self.epoch));
-        // Since when the engine has been driven without sleeping, if that is noted.
-        let mut busy = driven.engine.is_recorded().then(|| self.epoch.elapsed());
+        // Since when the engine has been driven without sleeping.
+        let mut busy = None;
         while !driven.stopped {
-            let next = self.turn(driven);
+            let (began, next) = self.turn(driven);
+            let since = *busy.get_or_insert(began);
             let now = self.epoch.elapsed();
             let is_over = enough(&driven.engine) || until.is_some_and(|until| now >= until);
             let sleeps = matches!(next, Next::Sleep(wake) if wake > now);
-            if let Some(since) = busy.filter(|_| is_over || sleeps) {
+            if is_over || sleeps {
                 driven.engine.note_busy(since, now);
+                busy = None;
             }
             if is_over {
                 return;
@@ -283,14 +285,11 @@ impl Driver {
                 Next::Stop => return,
             };
             self.look(driven, timeout);
-            if !timeout.is_zero() {
-                busy = driven.engine.is_recorded().then(|| self.epoch.elapsed());
-            }
         }
     }
 
-    /// Takes up what was asked for and does what can be done.
-    fn turn(&self, driven: &mut Driven) -> Next {
+    /// Takes up what was asked for and does what can be done. Returns also when it began to.
+    fn turn(&self, driven: &mut Driven) -> (Duration, Next) {
         // The lock is not held while the engine works: others may ask for more.
         let orders = std::mem::take(&mut *lock(&self.orders));
         for order in orders {
@@ -300,7 +299,8 @@ impl Driver {
                 Order::Close => driven.engine.close(self.epoch.elapsed()),
             }
         }
-        let next = driven.engine.turn(self.epoch.elapsed());
+        let began = self.epoch.elapsed();
+        let next = driven.engine.turn(began);
         driven.stopped |= next == Next::Stop;
         if driven.engine.take_progressed() {
             let gate = lock(&self.gate);
@@ -308,7 +308,7 @@ impl Driver {
                 self.progressed.notify_all();
             }
         }
-        next
+        (began, next)
     }
 
     /// Hears from the links, for at most `timeout`.

@@ -12,24 +12,27 @@ impl Engine {
         Self { recorder: Some((recorder, lane)), ..self }
     }
 
-    /// Whether what the engine does is noted.
-    pub(crate) fn is_recorded(&self) -> bool {
-        self.recorder.as_ref().is_some_and(|(recorder, _)| recorder.on().is_some())
-    }
-
     /// The engine was driven from `begin` to `end`, without sleeping.
     pub(crate) fn note_busy(&mut self, begin: Duration, end: Duration) {
-        let moved = self.moved();
-        let bytes = moved.saturating_sub(self.noted);
         let Some((recorder, lane)) = &self.recorder else { return };
         let Some(rings) = recorder.on() else { return };
-        self.noted = moved;
+        let moved = self.moved();
+        let bytes = moved.saturating_sub(std::mem::replace(&mut self.noted, moved));
         let (begin, end) = (begin.as_nanos() as u64, end.as_nanos() as u64);
         if let Some(totals) = recorder.totals().get(*lane as usize) {
-            totals.add(end.saturating_sub(begin), bytes, self.queued());
+            totals.add(end.saturating_sub(begin), bytes);
         }
         let (what, thread, more) = (What::Busy, *lane, bytes);
-        rings.note(Record { what, channel: 0, layer: 0, clock: 0, begin, end, thread, more });
+        rings.note_on_lane(Record {
+            what,
+            channel: 0,
+            layer: 0,
+            clock: 0,
+            begin,
+            end,
+            thread,
+            more,
+        });
     }
 
     /// Writes down what the links have moved so far, and what waits for them.

@@ -1,9 +1,9 @@
 //! What a node notes of itself while it works: which layer was sent, awaited and rebuilt when, and
 //! what its lanes did meanwhile (ADR 0028).
 //!
-//! No event is noted before somebody [switches it on](Recorder::switch_on). Then each event takes one
-//! slot of a ring that was made before: no lock, no memory. Rings keep the last events, so a job of
-//! weeks takes no more memory than one of a minute.
+//! No event is noted before somebody [switches it on](Recorder::switch_on). Then each event takes
+//! one slot of a ring that was made before: no lock, no memory, no system call. Rings keep the last
+//! events, so a job of weeks takes no more memory than one of a minute.
 //!
 //! A few totals are always counted, because people look at jobs that nobody has prepared for that
 //! (ADR 0029): steps, waits by layer, and twice a second what the links of a lane have moved.
@@ -23,7 +23,6 @@ mod session;
 pub(crate) use chrome::{Facts, Names, write};
 pub(crate) use group::{BegunOperation, GroupTrace};
 use ring::Ring;
-use ring_parts::WORDS;
 pub(crate) use session::SessionTrace;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -32,9 +31,6 @@ use std::time::{Duration, Instant, SystemTime};
 /// What a ring is made of. Its model has loom's atomics in their place.
 mod ring_parts {
     pub(super) use std::sync::atomic::{AtomicU64, Ordering, fence};
-
-    /// How many words a record has.
-    pub(super) const WORDS: usize = 7;
 }
 
 /// What one node notes.
@@ -65,16 +61,23 @@ pub(crate) struct KindTotals {
 /// What a node notes into, once it does.
 pub(crate) struct Rings {
     epoch: Instant,
-    /// What threads of the program do, and those beside it.
-    events: Ring,
-    /// By lane: layers that are done on it.
-    parts: Vec<Ring>,
-    /// By lane: when it was busy. Apart, because these are the most.
-    busy: Vec<Ring>,
+    /// What threads of the program do, and those beside it. A thread writes into the first ring
+    /// that no other one is just writing into. Mostly that is the first of all.
+    events: [Ring<5>; 3],
+    lanes: Vec<LaneRings>,
 }
 
-/// What a lane has done. Written by the thread that drives it, twice a second or less often than that
-/// thread sleeps. On cache lines of its own, two of which processors fetch together.
+/// What is noted of a lane, by the thread that drives it.
+struct LaneRings {
+    /// Layers that are done on it.
+    parts: Ring<5>,
+    /// When it was busy. Apart, because these are the most.
+    busy: Ring<3>,
+}
+
+/// What a lane has done. Only the thread that drives it writes, twice a second or when it goes to
+/// sleep, so it adds without a locked instruction. On cache lines of its own, two of which
+/// processors fetch together.
 #[derive(Default)]
 #[repr(align(128))]
 pub(crate) struct LaneTotals {
@@ -106,8 +109,8 @@ pub(crate) struct Record {
     pub(crate) end: u64,
     /// The thread, by the system's number; of a lane's record, the lane.
     pub(crate) thread: u32,
-    /// Of [`What::Busy`]: bytes that links took and gave. Of [`What::Part`]: when the last chunk had
-    /// left, or 0 if none did.
+    /// Of [`What::Busy`]: bytes that links took and gave. Of [`What::Part`]: when the last chunk
+    /// had left, or 0 if none did.
     pub(crate) more: u64,
 }
 
@@ -136,6 +139,8 @@ pub(crate) enum What {
 
 /// Records of threads that are kept: for 160 layers, which make three each a step, 68 steps.
 const EVENTS: usize = 1 << 15;
+/// The same of threads that wrote while another one did.
+const SPARE_EVENTS: usize = 1 << 12;
 /// Records of a lane that are kept: for 160 layers 51 steps.
 const OF_A_LANE: usize = 1 << 13;
 /// Kinds of operations, with room for more. Those of higher numbers are not counted.
@@ -156,9 +161,8 @@ impl Recorder {
     pub(crate) fn switch_on(&self) {
         self.rings.get_or_init(|| Rings {
             epoch: self.epoch,
-            events: Ring::new(EVENTS),
-            parts: self.totals.iter().map(|_| Ring::new(OF_A_LANE)).collect(),
-            busy: self.totals.iter().map(|_| Ring::new(OF_A_LANE)).collect(),
+            events: [EVENTS, SPARE_EVENTS, SPARE_EVENTS].map(Ring::new),
+            lanes: self.totals.iter().map(|_| LaneRings::new()).collect(),
         });
     }
 
@@ -214,22 +218,39 @@ impl Rings {
         instant.saturating_duration_since(self.epoch).as_nanos() as u64
     }
 
+    /// Notes what a thread of the program did, or one beside it. It is lost if as many other
+    /// threads as there are rings were stopped while they wrote.
     pub(crate) fn note(&self, record: Record) {
-        let lane = record.thread as usize;
-        let ring = match record.what {
-            What::Part => self.parts.get(lane),
-            What::Busy => self.busy.get(lane),
-            _ => Some(&self.events),
+        let words = record.event_words();
+        let _ = self.events.iter().any(|ring| ring.push(words));
+    }
+
+    /// Notes a [`What::Part`] or [`What::Busy`]. Only the thread that drives the lane calls this.
+    pub(crate) fn note_on_lane(&self, record: Record) {
+        let Some(lane) = self.lanes.get(record.thread as usize) else { return };
+        match record.what {
+            What::Busy => lane.busy.push(record.busy_words()),
+            _ => lane.parts.push(record.part_words()),
         };
-        if let Some(ring) = ring {
-            ring.push(record.words());
-        }
     }
 
     /// All records that are here, in the order in which they ended on each ring.
     pub(crate) fn read(&self) -> Vec<Record> {
-        let rings = std::iter::once(&self.events).chain(&self.parts).chain(&self.busy);
-        rings.flat_map(Ring::read).filter_map(Record::of_words).collect()
+        let events = self.events.iter().flat_map(Ring::read).filter_map(Record::of_event);
+        let lanes = || (0..).zip(&self.lanes);
+        let part = |(lane, of): (u32, &LaneRings)| {
+            of.parts.read().into_iter().map(move |words| Record::of_part(lane, words))
+        };
+        let busy = |(lane, of): (u32, &LaneRings)| {
+            of.busy.read().into_iter().map(move |words| Record::of_busy(lane, words))
+        };
+        events.chain(lanes().flat_map(part)).chain(lanes().flat_map(busy)).collect()
+    }
+}
+
+impl LaneRings {
+    fn new() -> Self {
+        Self { parts: Ring::new(OF_A_LANE), busy: Ring::new(OF_A_LANE) }
     }
 }
 
@@ -244,28 +265,53 @@ impl LaneTotals {
         self.bytes.load(Ordering::Relaxed)
     }
 
-    /// The lane was at work for `nanos`, in which links took and gave `bytes`; now so many messages are
-    /// `queued`.
-    pub(crate) fn add(&self, nanos: u64, bytes: u64, queued: u64) {
-        self.busy_nanos.fetch_add(nanos, Ordering::Relaxed);
-        self.bytes.fetch_add(bytes, Ordering::Relaxed);
-        self.queued.store(queued, Ordering::Relaxed);
+    /// The lane was at work for `nanos`, in which links took and gave `bytes`.
+    pub(crate) fn add(&self, nanos: u64, bytes: u64) {
+        let add =
+            |to: &AtomicU64, more| to.store(to.load(Ordering::Relaxed) + more, Ordering::Relaxed);
+        add(&self.busy_nanos, nanos);
+        add(&self.bytes, bytes);
     }
 }
 
 impl Record {
-    fn words(self) -> [u64; WORDS] {
-        let Self { what, channel, layer, clock, begin, end, thread, more } = self;
-        let pair = |high: u32, low: u32| u64::from(high) << 32 | u64::from(low);
-        [pair(what as u32, thread), pair(channel, layer), clock, begin, end, more, 0]
+    fn event_words(self) -> [u64; 5] {
+        let Self { what, channel, layer, clock, begin, end, thread, .. } = self;
+        [pair(what as u32, thread), pair(channel, layer), clock, begin, end]
     }
 
-    fn of_words([first, second, clock, begin, end, more, _]: [u64; WORDS]) -> Option<Self> {
-        let halves = |word: u64| ((word >> 32) as u32, word as u32);
+    fn of_event([first, second, clock, begin, end]: [u64; 5]) -> Option<Self> {
         let ((what, thread), (channel, layer)) = (halves(first), halves(second));
         let what = ALL.into_iter().find(|known| *known as u32 == what)?;
-        Some(Self { what, channel, layer, clock, begin, end, thread, more })
+        Some(Self { what, channel, layer, clock, begin, end, thread, more: 0 })
     }
+
+    fn part_words(self) -> [u64; 5] {
+        let Self { channel, layer, clock, begin, end, more, .. } = self;
+        [pair(channel, layer), clock, begin, end, more]
+    }
+
+    fn of_part(lane: u32, [first, clock, begin, end, more]: [u64; 5]) -> Self {
+        let ((channel, layer), what) = (halves(first), What::Part);
+        Self { what, channel, layer, clock, begin, end, thread: lane, more }
+    }
+
+    fn busy_words(self) -> [u64; 3] {
+        [self.begin, self.end, self.more]
+    }
+
+    fn of_busy(lane: u32, [begin, end, more]: [u64; 3]) -> Self {
+        let what = What::Busy;
+        Self { what, channel: 0, layer: 0, clock: 0, begin, end, thread: lane, more }
+    }
+}
+
+fn pair(high: u32, low: u32) -> u64 {
+    u64::from(high) << 32 | u64::from(low)
+}
+
+fn halves(word: u64) -> (u32, u32) {
+    ((word >> 32) as u32, word as u32)
 }
 
 const ALL: [What; 9] = [
@@ -280,14 +326,24 @@ const ALL: [What; 9] = [
     What::Operation,
 ];
 
+thread_local! {
+    /// Asked for once in a thread, because the answer takes a system call.
+    static THIS_THREAD: u32 = rustix::thread::gettid().as_raw_nonzero().get() as u32;
+}
+
 /// The system's number of the thread that calls.
 pub(crate) fn this_thread() -> u32 {
-    rustix::thread::gettid().as_raw_nonzero().get() as u32
+    THIS_THREAD.with(|number| *number)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    fn record(what: What, channel: u32) -> Record {
+        let (layer, clock) = (u32::MAX - channel, u64::MAX - 1);
+        Record { what, channel, layer, clock, begin: 3, end: 5, thread: 1, more: 0 }
+    }
 
     #[test]
     fn nothing_is_noted_before_it_is_switched_on_and_records_come_back_as_they_were() {
@@ -295,25 +351,35 @@ mod tests {
         assert!(recorder.on().is_none() && recorder.now().is_none());
         recorder.switch_on();
         let rings = recorder.on().unwrap();
-        let mut expected = Vec::new();
-        for (i, what) in (1..).zip(ALL) {
-            let record = Record {
-                what,
-                channel: i,
-                layer: u32::MAX - i,
-                clock: u64::MAX - 1,
-                begin: 3,
-                end: 5,
-                thread: 1,
-                more: 7,
-            };
-            rings.note(record);
-            expected.push(record);
-        }
+        let is_of_lane = |what: &What| matches!(what, What::Part | What::Busy);
+        let mut expected: Vec<_> = (1..)
+            .zip(ALL.into_iter().filter(|what| !is_of_lane(what)))
+            .map(|(channel, what)| record(what, channel))
+            .collect();
+        expected.iter().for_each(|record| rings.note(*record));
+        let part = Record { more: 7, ..record(What::Part, 20) };
+        let busy = Record { layer: 0, clock: 0, more: 8, ..record(What::Busy, 0) };
+        [part, busy].into_iter().for_each(|record| rings.note_on_lane(record));
         // Of a lane that is not there.
-        rings.note(Record { what: What::Busy, thread: 2, ..expected[0] });
-        let mut read = rings.read();
-        read.sort_by_key(|record| record.channel);
-        assert_eq!(read, expected);
+        rings.note_on_lane(Record { thread: 2, ..part });
+        expected.extend([part, busy]);
+        assert_eq!(rings.read(), expected);
+    }
+
+    #[test]
+    fn threads_that_write_at_once_lose_nothing() {
+        let recorder = Recorder::new(Instant::now(), 0);
+        recorder.switch_on();
+        let rings = recorder.on().unwrap();
+        std::thread::scope(|scope| {
+            for channel in 0..3 {
+                scope
+                    .spawn(move || (0..1000).for_each(|_| rings.note(record(What::Send, channel))));
+            }
+        });
+        for channel in 0..3 {
+            let of = |record: &&Record| record.channel == channel;
+            assert_eq!(rings.read().iter().filter(of).count(), 1000);
+        }
     }
 }

@@ -1,70 +1,74 @@
 //! The last records of a part of a node, in memory of a fixed size.
 //!
-//! `ring_model.rs` compiles this file a second time, with loom's atomics and shorter records.
+//! `ring_model.rs` compiles this file a second time, with loom's atomics.
 
-use super::ring_parts::{AtomicU64, Ordering, WORDS, fence};
+use super::ring_parts::{AtomicU64, Ordering, fence};
+use std::array;
 
-/// The last records of one part of a node. Any thread may write, without a lock and without taking
+/// The last records of one part of a node, of `WORDS` words each. A writer takes no lock and no
 /// memory; the oldest record makes room.
-pub(super) struct Ring {
-    /// How many records were ever written, or are being written.
+///
+/// One thread at a time writes. So a record costs one locked instruction, on a line of the cache
+/// that the writer has already. The record itself goes out by plain stores, which nobody waits for:
+/// its line may be far away. The line of `next` is the ring's alone, because writers of
+/// neighbouring rings are on other cores. It is two lines, which processors fetch together.
+#[repr(align(128))]
+pub(super) struct Ring<const WORDS: usize> {
+    /// Twice the number of records that were ever written, and one more while the next one is being
+    /// written.
     next: AtomicU64,
-    slots: Box<[Slot]>,
+    slots: Box<[[AtomicU64; WORDS]]>,
 }
 
-/// The number of a record that is being written.
-const WRITING: u64 = u64::MAX;
+/// The bit of `next` that says that a record is being written.
+const WRITING: u64 = 1;
 
-/// A record, which fills one line of a cache.
-#[derive(Default)]
-#[repr(align(64))]
-struct Slot {
-    /// Which record this is, counted from 1; 0 if there is none; [`WRITING`] while it is being written.
-    /// So a reader can tell a whole record from one that is overwritten meanwhile.
-    number: AtomicU64,
-    words: [AtomicU64; WORDS],
-}
-
-impl Ring {
+impl<const WORDS: usize> Ring<WORDS> {
     /// Room for `len` records, a power of two.
     pub(super) fn new(len: usize) -> Self {
         assert!(len.is_power_of_two(), "the slot of a record is the low bits of its number");
-        Self { next: AtomicU64::new(0), slots: (0..len).map(|_| Slot::default()).collect() }
+        let slot = |_| array::from_fn(|_| AtomicU64::new(0));
+        Self { next: AtomicU64::new(0), slots: (0..len).map(slot).collect() }
     }
 
-    /// Writes a record. It is lost if another thread has not finished the record before it in the same
-    /// slot, a whole ring earlier.
-    pub(super) fn push(&self, words: [u64; WORDS]) {
-        let at = self.next.fetch_add(1, Ordering::Relaxed);
-        let slot = &self.slots[at as usize & (self.slots.len() - 1)];
-        if slot.number.swap(WRITING, Ordering::Acquire) == WRITING {
-            return;
+    /// Writes a record. False if another thread is writing one right now: then this one is not
+    /// here.
+    pub(super) fn push(&self, words: [u64; WORDS]) -> bool {
+        let next = self.next.load(Ordering::Relaxed);
+        if next & WRITING != 0 {
+            return false;
         }
-        // A reader that sees a word of this record then sees that the slot is being written.
+        let (order, otherwise) = (Ordering::Acquire, Ordering::Relaxed);
+        if self.next.compare_exchange(next, next | WRITING, order, otherwise).is_err() {
+            return false;
+        }
+        // A reader that sees a word of this record then sees that it is being written.
         fence(Ordering::Release);
-        for (to, word) in slot.words.iter().zip(words) {
+        for (to, word) in self.slot(next / 2).iter().zip(words) {
             to.store(word, Ordering::Relaxed);
         }
-        slot.number.store(at + 1, Ordering::Release);
+        self.next.store(next + 2, Ordering::Release);
+        true
     }
 
-    /// The records that are here, the oldest first. Those that are being written are left out.
+    /// The records that are here, the oldest first. Those that are overwritten meanwhile are left
+    /// out.
     pub(super) fn read(&self) -> Vec<[u64; WORDS]> {
-        let end = self.next.load(Ordering::Acquire);
+        let end = self.next.load(Ordering::Acquire) / 2;
         let begin = end.saturating_sub(self.slots.len() as u64);
-        let slot = |at: u64| &self.slots[at as usize & (self.slots.len() - 1)];
-        (begin..end).filter_map(|at| slot(at).read(at)).collect()
+        (begin..end).filter_map(|at| self.read_one(at)).collect()
     }
-}
 
-impl Slot {
-    /// Record `at`, counted from 0, if the slot has it whole.
-    fn read(&self, at: u64) -> Option<[u64; WORDS]> {
-        if self.number.load(Ordering::Acquire) != at + 1 {
-            return None;
-        }
-        let words = std::array::from_fn(|i| self.words[i].load(Ordering::Relaxed));
+    /// Record `at`, counted from 0, which was written; nothing if its slot has been taken since.
+    fn read_one(&self, at: u64) -> Option<[u64; WORDS]> {
+        let slot = self.slot(at);
+        let words = array::from_fn(|i| slot[i].load(Ordering::Relaxed));
         fence(Ordering::Acquire);
-        (self.number.load(Ordering::Relaxed) == at + 1).then_some(words)
+        let begun = self.next.load(Ordering::Relaxed).div_ceil(2);
+        (at + self.slots.len() as u64 >= begun).then_some(words)
+    }
+
+    fn slot(&self, at: u64) -> &[AtomicU64; WORDS] {
+        &self.slots[at as usize & (self.slots.len() - 1)]
     }
 }

@@ -61,7 +61,7 @@ impl Noted {
         let Some(rings) = self.trace.recorder.on() else { return };
         let Times { clock, begun, out } = std::mem::take(&mut self.layers[layer.index()]);
         if begun > 0 {
-            rings.note(Record {
+            rings.note_on_lane(Record {
                 what: What::Part,
                 channel: self.trace.channel,
                 layer: layer.0,
