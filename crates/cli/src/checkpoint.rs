@@ -3,14 +3,15 @@
 use crate::report::units;
 use crate::terminal::columns::table;
 use crate::terminal::{printable, say};
-use anyhow::{anyhow, bail};
+use anyhow::{Context, anyhow, bail};
 use clap::Subcommand;
 use indicatif::{ProgressBar, ProgressStyle};
 use poseidon_checkpoint::{Checkpoint, Error, LayerFacts, State, Storage, Summary, list, open};
 use serde_json::json;
 use std::fmt::Write as _;
+use std::fs;
 use std::io::{self, IsTerminal};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::SystemTime;
@@ -125,6 +126,8 @@ pub(crate) fn run(args: Args) -> anyhow::Result<ExitCode> {
         }
         Command::Export { place, file, step } => {
             let checkpoint = step.find(&place.open()?)?;
+            let folder = file.parent().unwrap_or(Path::new(""));
+            fs::create_dir_all(folder).with_context(|| format!("making {}", folder.display()))?;
             let mut bar = Progress::new("exporting");
             checkpoint.export(&file, &mut |done, total| bar.show(done, total)).map_err(in_words)?;
             let layers = &checkpoint.manifest().layers;

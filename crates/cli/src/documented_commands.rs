@@ -1,14 +1,17 @@
 //! Commands that the documents and `--help` show are parsed by the parser that ships. A flag that is
-//! renamed, or a value that is no longer taken, fails here. Nothing is run.
+//! renamed, or a value that is no longer taken, fails here. Nothing is run: `tests/documents.rs`
+//! does that with the commands of documents.
 //!
 //! Lines of shell blocks count if `poseidon` or `cargo run` is in them: alone, under torchrun, mpirun,
 //! srun, env or ssh, or after the `--` of another command of ours.
 
+mod reader;
+
 use crate::Cli;
 use clap::{CommandFactory, Parser};
+use reader::{commands, documents, joined, root};
 use std::collections::BTreeSet;
 use std::fs;
-use std::path::{Path, PathBuf};
 
 #[test]
 fn commands_in_documents_can_be_typed() {
@@ -16,7 +19,7 @@ fn commands_in_documents_can_be_typed() {
     let mut refused = Vec::new();
     for path in documents() {
         let text = fs::read_to_string(&path).unwrap();
-        for (line, command) in shell_lines(&text) {
+        for (line, command) in commands(&text) {
             let at = format!("{}:{line}", path.strip_prefix(root()).unwrap().display());
             count += judge(&at, &command, &mut refused);
         }
@@ -164,50 +167,6 @@ fn cargo_run(words: &[String]) -> Result<(), String> {
         }
         _ => Ok(()),
     }
-}
-
-/// README and pages for users, and those of the Python package.
-fn documents() -> impl Iterator<Item = PathBuf> {
-    let pages = fs::read_dir(root().join("docs")).unwrap().map(|entry| entry.unwrap().path());
-    let pages = pages.filter(|path| path.extension().is_some_and(|extension| extension == "md"));
-    let others = ["README.md", "bindings/python/README.md", "examples/pytorch/README.md"];
-    let mut paths: Vec<_> = pages.chain(others.map(|path| root().join(path))).collect();
-    paths.sort();
-    paths.into_iter()
-}
-
-fn root() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("../..")
-}
-
-/// Lines of blocks of shell commands, each with the number of its first line in the document.
-fn shell_lines(text: &str) -> Vec<(usize, String)> {
-    let mut inside = None;
-    let blocks = text.lines().map(|line| {
-        let fence = line.trim().strip_prefix("```");
-        inside = match (inside, fence) {
-            (None, Some(language)) => Some(["", "console", "sh", "bash"].contains(&language)),
-            (Some(_), Some("")) => None,
-            (state, _) => state,
-        };
-        if inside == Some(true) && fence.is_none() { line } else { "" }
-    });
-    joined(blocks)
-}
-
-/// Lines that end with a backslash, with the lines that they go on in.
-fn joined<'a>(lines: impl Iterator<Item = &'a str>) -> Vec<(usize, String)> {
-    let mut whole: Vec<(usize, String)> = Vec::new();
-    let mut goes_on = false;
-    for (number, line) in (1..).zip(lines) {
-        let (words, more) = line.strip_suffix('\\').map_or((line, false), |words| (words, true));
-        match whole.last_mut().filter(|_| goes_on) {
-            Some((_, command)) => command.push_str(words),
-            None => whole.push((number, words.to_owned())),
-        }
-        goes_on = more;
-    }
-    whole
 }
 
 /// The words of a shell's command up to its end: a comment, a pipe, a redirection or the next command.

@@ -1,0 +1,62 @@
+"""Documented commands that need torchrun are run by the real one.
+
+Commands without PyTorch are run by ``crates/cli/tests/documents.rs``, which checks that none is forgotten.
+"""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from cluster import PATIENCE, free_port
+
+ROOT = Path(__file__).resolve().parents[3]
+PAGES = [*ROOT.glob("docs/*.md"), ROOT / "README.md", ROOT / "examples/pytorch/README.md"]
+TORCHRUN = re.compile(r"^(?:\$ )?((?:\w+=\S+ )*torchrun --.*?)(?: +#.*)?$", re.MULTILINE)
+
+COMMANDS = sorted({command for page in PAGES for command in TORCHRUN.findall(page.read_text())})
+OF_TWO_MACHINES = [command for command in COMMANDS if "--node-rank" in command]
+OF_ONE = [command for command in COMMANDS if command not in OF_TWO_MACHINES]
+
+
+def start(commands, folder):
+    """Runs the commands at once, and returns what all of them print. They must end well."""
+    example = ROOT / "examples/pytorch/mnist_cnn.py"
+    words = ["train.py", "--epochs", "1", "--steps", "2", "--batch", "8"]
+    program = f"#!{sys.executable}\nimport runpy, sys\nsys.argv = {words}\n"
+    program += f"runpy.run_path({str(example)!r}, run_name='__main__')\n"
+    for name in ["train.py", "mnist_cnn.py", "program"]:
+        (folder / name).write_text(program)
+        (folder / name).chmod(0o755)
+    env = dict(os.environ, HOME=str(folder), OMP_NUM_THREADS="1")
+    env["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), env["PATH"]])
+    port = str(free_port())
+    started = []
+    for command in commands:
+        # Two workers show it as well as four, and the document's ports may be somebody's.
+        command = command.replace("--nproc-per-node 4", "--nproc-per-node 2").replace(":9400", ":0")
+        command = command.replace("10.0.0.1", "127.0.0.1").replace("29500", port)
+        if port not in command:
+            command = command.replace("torchrun", f"torchrun --master-port {port}")
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        started.append(subprocess.Popen(["timeout", str(PATIENCE), "sh", "-c", command], cwd=folder, env=env, **pipes))
+    printed = [process.communicate()[0] for process in started]
+    assert [process.returncode for process in started] == [0] * len(started), "\n".join(printed)
+    return "".join(printed)
+
+
+@pytest.mark.parametrize("command", OF_ONE)
+def test_torchrun_starts_what_the_documents_say(command, tmp_path):
+    assert "epoch 1: loss" in start([command], tmp_path)
+    if "POSEIDON_REPORT" in command:
+        assert sorted(path.name for path in (tmp_path / "seen").glob("trace*")) == [
+            "trace.rank0.json",
+            "trace.rank1.json",
+        ]
+
+
+def test_torchrun_joins_two_machines_as_the_documents_say(tmp_path):
+    assert len(OF_TWO_MACHINES) == 2, COMMANDS
+    assert "epoch 1: loss" in start(OF_TWO_MACHINES, tmp_path)
