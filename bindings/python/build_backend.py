@@ -74,7 +74,7 @@ def build_command():
     if not SOURCES.is_file():
         print(f"{SOURCES} is not here: this package will not have the poseidon command")
         return
-    words = ["cargo", "build", "--release", "--bin", "poseidon", "--manifest-path", str(SOURCES)]
+    words = ["cargo", "build", "--profile", profile(), "--bin", "poseidon", "--manifest-path", str(SOURCES)]
     built = subprocess.run([*words, "--message-format", "json-render-diagnostics"], stdout=subprocess.PIPE, check=True)
     messages = map(json.loads, built.stdout.splitlines())
     (executable,) = {message["executable"] for message in messages if message.get("executable")}
@@ -82,6 +82,12 @@ def build_command():
     # A new file: the old one may be running.
     COMMAND.unlink(missing_ok=True)
     shutil.copy2(executable, COMMAND)
+
+
+def profile():
+    """The profile that maturin is told to build with, or its own default."""
+    told = re.search(r"--profile[ =](\S+)", os.environ.get("MATURIN_PEP517_ARGS", ""))
+    return told[1] if told else "release"
 
 
 def version(text):

@@ -7,6 +7,7 @@ mod command;
 mod dist;
 mod docs;
 mod fuzz;
+mod install;
 mod miri;
 mod python;
 mod stages;

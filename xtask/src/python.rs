@@ -5,7 +5,7 @@ use crate::stages::Outcome;
 use anyhow::{Context, Result};
 use std::env;
 
-const PACKAGE: &str = "bindings/python";
+pub(crate) const PACKAGE: &str = "bindings/python";
 /// A virtual environment of its own.
 const ENV: &str = "bindings/python/.env";
 /// What has to be importable before the package is built.
@@ -44,6 +44,13 @@ pub(crate) fn will_install() -> Option<String> {
 
 /// The environment's Python, with the package built from this checkout.
 fn prepare() -> Result<String> {
+    let python = environment()?;
+    build(&python, ENV, "dev")?;
+    Ok(python)
+}
+
+/// The environment's Python, with all that tests need but the package.
+pub(crate) fn environment() -> Result<String> {
     let python = format!("{ENV}/bin/python");
     if let Some(words) = will_install() {
         println!("{words}");
@@ -54,7 +61,6 @@ fn prepare() -> Result<String> {
         succeed(&mut command(&[&python, "-m", "pip", "install", "--quiet", "-r", &wanted]))
             .context("a package index must be reachable")?;
     }
-    build(&python, ENV, "dev")?;
     Ok(python)
 }
 

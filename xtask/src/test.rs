@@ -1,8 +1,9 @@
 //! `cargo xtask test`: unit, integration and documentation tests, the examples, a short fuzz run, the
-//! Python package.
+//! Python package, and what users install.
 
 use crate::command::{command, succeed, works};
 use crate::fuzz;
+use crate::install;
 use crate::miri;
 use crate::python;
 use crate::stages::{self, Outcome, Stage};
@@ -27,6 +28,7 @@ pub(crate) fn run(args: &Args) -> Result<()> {
         ("examples", &examples),
         ("fuzz smoke", &|| fuzz::smoke().map(|()| Outcome::Passed)),
         ("python", &python::test),
+        ("install", &install::stage),
     ];
     if args.all {
         stages.push(("miri", &miri::stage));

@@ -288,6 +288,16 @@ const ELSEWHERE: &[(&str, &str, &[&str])] = &[
         "//! Run: cargo run -q -p poseidon-cli -- launch",
         &["cargo run --release -- train"],
     ),
+    // The stage `install` runs them with the profile of the tests.
+    (
+        "xtask/src/install.rs",
+        "pub(crate) fn stage()",
+        &[
+            "cargo install --locked --path crates/cli",
+            "pip install bindings/python",
+            "pip wheel --no-deps --wheel-dir wheels bindings/python",
+        ],
+    ),
     (
         "crates/cli/tests/slurm.rs",
         "fn srun_tells_tasks_who_they_are()",
@@ -338,18 +348,8 @@ const ELSEWHERE: &[(&str, &str, &[&str])] = &[
 /// Commands that no test runs, and why.
 const NOT_RUN: &[(&str, &[&str])] = &[
     (
-        "it builds a release; in the tests' build it would replace the command that they run",
-        &["cargo install --locked --path crates/cli"],
-    ),
-    (
-        "it builds a release with tools of a package index; `cargo xtask test` installs the \
-         package in its stage `python` by maturin",
-        &[
-            "pip install bindings/python",
-            "pip wheel --no-deps --wheel-dir wheels bindings/python",
-            "cargo xtask dist",
-            "pip install target/wheels/poseidon-*_x86_64.whl",
-        ],
+        "it cross-compiles releases for other machines, which takes minutes",
+        &["cargo xtask dist", "pip install target/wheels/poseidon-*_x86_64.whl"],
     ),
     (
         "it measures for minutes to hours, on a machine that does nothing else; a test of xtask \

@@ -1,0 +1,46 @@
+//! Installs Poseidon as the README says, and asks what was installed for its version.
+//!
+//! Only the profile differs: the build that tests have is there already, and a release takes minutes.
+
+use crate::command::{command, output, succeed, target_dir};
+use crate::python;
+use crate::stages::Outcome;
+use anyhow::{Context, Result, ensure};
+use std::fs;
+use std::path::Path;
+
+/// `cargo install`, `pip wheel`, and `pip install` of the wheel in an environment of its own.
+pub(crate) fn stage() -> Result<Outcome> {
+    let root = target_dir().join("installed");
+    if root.exists() {
+        fs::remove_dir_all(&root).with_context(|| format!("emptying {}", root.display()))?;
+    }
+    let words = ["cargo", "install", "--locked", "--path", "crates/cli", "--debug", "--root"];
+    succeed(command(&words).arg(&root))?;
+    says_its_version(&root.join("bin/poseidon"))?;
+
+    let python = python::environment()?;
+    let wheels = root.join("wheels");
+    // What builds the wheel is in the environment: nothing is fetched.
+    let words = [&python, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir"];
+    let mut wheel = command(&words);
+    wheel.arg(&wheels).arg(python::PACKAGE).env("MATURIN_PEP517_ARGS", "--profile dev");
+    succeed(&mut wheel)?;
+    let env = root.join("env");
+    succeed(command(&[&python, "-m", "venv"]).arg(&env))?;
+    let mut install = command(&["env"]);
+    install.arg(env.join("bin/pip")).args(["install", "--no-deps", "--no-index", "--quiet"]);
+    for wheel in fs::read_dir(&wheels)? {
+        install.arg(wheel?.path());
+    }
+    succeed(&mut install)?;
+    says_its_version(&env.join("bin/poseidon"))?;
+    Ok(Outcome::Passed)
+}
+
+fn says_its_version(poseidon: &Path) -> Result<()> {
+    let said = output(&[&poseidon.display().to_string(), "--version"])?;
+    ensure!(said.starts_with("poseidon "), "{} says: {said}", poseidon.display());
+    println!("{}: {said}", poseidon.display());
+    Ok(())
+}
