@@ -117,11 +117,13 @@ impl Windows {
         self
     }
 
-    /// The receive window of the link from `node`, over a way that takes `round_trip`, in bytes. `None`
-    /// if nothing bounds it: the node is on this host, or it is the only one elsewhere, and has one lane or
-    /// a port that is level with this one and holds what waits there. One sender does not overflow a port that is as fast as its own. All its lanes
-    /// have the same window then: connections share a port in proportion to their windows. The links of
-    /// `node` have so many `lanes` for each of its ports.
+    /// The receive window of the link from `node`, over a way that takes `round_trip`, in bytes. The links
+    /// of `node` have so many `lanes` for each of its ports.
+    ///
+    /// `None` if nothing bounds it. So it is for a node on this host. So it is for the only node elsewhere, if
+    /// it has one lane, or if its port is level with this one and holds what waits there: one sender does
+    /// not overflow a port that is as fast as its own. All its lanes have the same window then, because
+    /// connections share a port in proportion to their windows.
     pub fn of(&self, node: NodeId, lanes: usize, round_trip: Option<Duration>) -> Option<usize> {
         let host = self.tree.host(node);
         if host == self.host {

@@ -37,11 +37,11 @@ mod linux {
     const KIND: u16 = 1;
     const OPTIONS: u16 = 2;
     const ROOT: u32 = u32::MAX;
-    /// Many queues count packets. None is longer than this much, and large segments count as one.
+    /// Many queues count packets. Full ones have at least so many bytes: a large segment counts as one.
     const PACKET: u64 = 1500;
     /// The kernel answers at once. This is for kernels that do not answer at all.
     const PATIENCE: Duration = Duration::from_millis(500);
-    /// More than any machine has interfaces' queues.
+    /// More parts than any machine's answer has.
     const MOST_ANSWERS: usize = 10_000;
 
     /// A queue of an interface, as the kernel tells.
