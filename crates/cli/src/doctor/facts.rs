@@ -25,6 +25,9 @@ pub(super) struct Facts {
     pub(super) memory_free_bytes: Option<u64>,
     /// Files that this process may open now, and as many as it may ask for. `None` is no limit.
     pub(super) open_files: [Option<u64>; 2],
+    /// The largest buffer that a program may ask for to receive in (`net.core.rmem_max`).
+    #[serde(default)]
+    pub(super) receive_buffer: Option<u64>,
     /// The first and the last port that the system hands out to who listens on any.
     pub(super) ports: Option<[u16; 2]>,
     /// Where the secret is, and who may read it.
@@ -40,6 +43,7 @@ impl Facts {
         let cpuinfo = fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
         let meminfo = fs::read_to_string("/proc/meminfo").unwrap_or_default();
         let ports = fs::read_to_string("/proc/sys/net/ipv4/ip_local_port_range").ok();
+        let buffer = fs::read_to_string("/proc/sys/net/core/rmem_max").ok();
         let limit = rustix::process::getrlimit(rustix::process::Resource::Nofile);
         let (secret, secret_fault) = secret();
         Self {
@@ -52,6 +56,7 @@ impl Facts {
             memory_bytes: kilobytes(&meminfo, "MemTotal"),
             memory_free_bytes: kilobytes(&meminfo, "MemAvailable"),
             open_files: [limit.current, limit.maximum],
+            receive_buffer: buffer.and_then(|bytes| bytes.trim().parse().ok()),
             ports: ports.as_deref().and_then(range),
             secret,
             secret_fault,

@@ -143,6 +143,7 @@ impl Judge<'_> {
     /// What each machine has by itself.
     fn machines(&self, findings: &mut Vec<Finding>) {
         let several_hosts = self.nodes.iter().any(|node| node.host != self.nodes[0].host);
+        let is_fast = self.ways.iter().any(|way| way.bits_per_second > Some(FAST));
         for node in self.nodes {
             let (name, facts) = (&node.name, &node.facts);
             if let Some(fault) = &facts.secret_fault {
@@ -158,6 +159,16 @@ impl Judge<'_> {
                 let fix =
                     format!("raise the hard limit: 'ulimit -Hn {}'", need.next_power_of_two());
                 findings.push(Finding::wrong(Topic::Limits, what, &fix));
+            }
+            let small = |buffer: &u64| is_fast && *buffer < LARGEST_WINDOW;
+            if let Some(buffer) = facts.receive_buffer.filter(small) {
+                let what = format!(
+                    "{name} may receive into {} at most, and ports of 10 Gbit/s are busier with {}",
+                    units::bytes(buffer),
+                    units::bytes(LARGEST_WINDOW)
+                );
+                let fix = format!("as root: 'sysctl -w net.core.rmem_max={}'", 4 * LARGEST_WINDOW);
+                findings.push(Finding::note(Topic::Limits, what, &fix));
             }
             if let Some(free) = facts.memory_free_bytes.filter(|free| *free < LITTLE_MEMORY) {
                 let what = format!("{name} has {} of memory left", units::bytes(free));
@@ -439,6 +450,10 @@ const FAR_US: f64 = 1000.0;
 const MUCH_LOSS: f64 = 0.02;
 const FEW_RESENT: u64 = 20;
 const CLOCKS_APART_US: f64 = 1e6;
+/// The largest receive window that a link has (`core/port.rs`). The system cuts it to what it allows.
+const LARGEST_WINDOW: u64 = 1 << 20;
+/// Bits per second of ports that gain from it.
+const FAST: u64 = 2_750_000_000;
 const LITTLE_MEMORY: u64 = 512 << 20;
 /// The most lanes that a node takes by itself.
 const MOST_LANES: usize = 8;

@@ -7,6 +7,7 @@ fn node(number: u16, mtu: u32) -> NodeReport {
     facts.hostname = format!("gpu{number}");
     facts.open_files = [None, None];
     facts.memory_free_bytes = None;
+    facts.receive_buffer = None;
     facts.secret_fault = None;
     facts.ports = Some([32_768, 60_999]);
     let listens = Listens {
@@ -173,4 +174,16 @@ fn a_stall_is_told_once_though_both_ends_saw_it() {
     );
     let found = only(&found);
     assert!(found.what.contains("32.8 kB do not get through"), "{}", found.what);
+}
+
+#[test]
+fn small_receive_buffers_matter_at_fast_ports() {
+    let mut nodes = nodes();
+    nodes[2].facts.receive_buffer = Some(212_992);
+    assert_eq!(findings(&nodes, &ways(|_| ())), []);
+    let fast = findings(&nodes, &ways(|way| way.bits_per_second = Some(9_400_000_000)));
+    let finding = only(&fast);
+    assert!(finding.what.starts_with("worker 2 may receive into 213 kB at most"), "{}", finding.what);
+    assert_eq!((finding.topic, finding.wrong), (Topic::Limits, false));
+    assert_eq!(finding.fix, "as root: 'sysctl -w net.core.rmem_max=4194304'");
 }
