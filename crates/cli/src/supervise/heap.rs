@@ -1,10 +1,5 @@
 //! The heap of a process that lives as long as its job.
 
-use std::time::Duration;
-
-/// How often [`give_back`] is worth its time, which is less than a millisecond.
-pub(super) const TIDY: Duration = Duration::from_secs(60);
-
 /// Has all threads of this process share one heap, instead of up to eight for each core.
 ///
 /// A launcher has a thread for every connection, and they allocate little. With a heap for each of
@@ -16,18 +11,5 @@ pub(super) fn share_one() {
     // SAFETY: it takes two numbers, and refuses those that it does not know.
     unsafe {
         libc::mallopt(libc::M_ARENA_MAX, 1);
-    }
-}
-
-/// Gives pages to the system that hold nothing any more.
-///
-/// Launchers make short texts all the time, of what workers tell. What they keep lies between these, and so
-/// the heap gets longer, though nothing is added to what is kept
-/// (`bench/runs/2026-11-18-launcher-heap`).
-pub(super) fn give_back() {
-    #[cfg(target_env = "gnu")]
-    // SAFETY: it takes the heap's own locks, and touches only what is free.
-    unsafe {
-        libc::malloc_trim(0);
     }
 }

@@ -1,6 +1,5 @@
 //! A run in progress: its processes, the threads that listen to them, and when to signal whom.
 
-use super::heap;
 use super::output::{self, Destination, Kept, Relay};
 use super::{End, Finished, Options, Outcome, Process, Role, SignalName, Stream, SuperviseError};
 use crate::{orphan, wants_colour};
@@ -142,14 +141,10 @@ impl Run {
         // There may be no worker at all.
         self.leave_if_workers_are_done();
         while !self.children.iter().all(|child| child.reaped) {
-            let deadline = self.deadline();
-            let wait = deadline.map(|at| at.saturating_duration_since(Instant::now()));
-            let event =
-                inbox.recv_timeout(wait.map_or(heap::TIDY, |wait| wait.min(heap::TIDY))).ok();
-            if event.is_none() && deadline.is_none_or(|at| Instant::now() < at) {
-                heap::give_back();
-                continue;
-            }
+            let event = match self.deadline() {
+                Some(at) => inbox.recv_timeout(at.saturating_duration_since(Instant::now())).ok(),
+                None => inbox.recv().ok(),
+            };
             match event {
                 Some(Event::Ended(index, end)) => self.handle_end(index, end),
                 Some(Event::Closed(index)) => {
