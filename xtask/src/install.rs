@@ -6,8 +6,8 @@ use crate::command::{command, output, succeed, target_dir};
 use crate::python;
 use crate::stages::Outcome;
 use anyhow::{Context, Result, ensure};
-use std::fs;
-use std::path::Path;
+use std::path::{self, Path};
+use std::{env, fs, iter};
 
 /// `cargo install`, `pip wheel`, and `pip install` of the wheel in an environment of its own.
 pub(crate) fn stage() -> Result<Outcome> {
@@ -21,20 +21,27 @@ pub(crate) fn stage() -> Result<Outcome> {
 
     let python = python::environment()?;
     let wheels = root.join("wheels");
-    // What builds the wheel is in the environment: nothing is fetched.
+    // What builds the wheel is in the environment, and is found there: nothing is fetched.
+    let tools = path::absolute(Path::new(&python).with_file_name(""))?;
+    let others = env::var_os("PATH").unwrap_or_default();
+    let path = env::join_paths(iter::once(tools).chain(env::split_paths(&others)))?;
     let words = [&python, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir"];
     let mut wheel = command(&words);
-    wheel.arg(&wheels).arg(python::PACKAGE).env("MATURIN_PEP517_ARGS", "--profile dev");
+    wheel
+        .arg(&wheels)
+        .arg(python::PACKAGE)
+        .env("MATURIN_PEP517_ARGS", "--profile dev")
+        .env("PATH", path);
     succeed(&mut wheel)?;
-    let env = root.join("env");
-    succeed(command(&[&python, "-m", "venv"]).arg(&env))?;
+    let own = root.join("env");
+    succeed(command(&[&python, "-m", "venv"]).arg(&own))?;
     let mut install = command(&["env"]);
-    install.arg(env.join("bin/pip")).args(["install", "--no-deps", "--no-index", "--quiet"]);
+    install.arg(own.join("bin/pip")).args(["install", "--no-deps", "--no-index", "--quiet"]);
     for wheel in fs::read_dir(&wheels)? {
         install.arg(wheel?.path());
     }
     succeed(&mut install)?;
-    says_its_version(&env.join("bin/poseidon"))?;
+    says_its_version(&own.join("bin/poseidon"))?;
     Ok(Outcome::Passed)
 }
 
