@@ -183,7 +183,11 @@ fn small_receive_buffers_matter_at_fast_ports() {
     assert_eq!(findings(&nodes, &ways(|_| ())), []);
     let fast = findings(&nodes, &ways(|way| way.bits_per_second = Some(9_400_000_000)));
     let finding = only(&fast);
-    assert!(finding.what.starts_with("worker 2 may receive into 213 kB at most"), "{}", finding.what);
+    assert!(
+        finding.what.starts_with("worker 2 may receive into 213 kB at most"),
+        "{}",
+        finding.what
+    );
     assert_eq!((finding.topic, finding.wrong), (Topic::Limits, false));
     assert_eq!(finding.fix, "as root: 'sysctl -w net.core.rmem_max=4194304'");
 }
