@@ -288,7 +288,8 @@ const ELSEWHERE: &[(&str, &str, &[&str])] = &[
         "//! Run: cargo run -q -p poseidon-cli -- launch",
         &["cargo run --release -- train"],
     ),
-    // The stage `install` runs them with the profile of the tests.
+    // The stage `install` runs them with the profile of the tests. `pip install` of the folder makes the
+    // same wheel as `pip wheel`, so the stage installs that one.
     (
         "xtask/src/install.rs",
         "pub(crate) fn stage()",
