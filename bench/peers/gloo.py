@@ -29,6 +29,7 @@ def main():
     parser.add_argument(
         "--turns", action="store_true", help="with --in-cluster: measure what standard input asks for"
     )
+    parser.add_argument("--encoding", choices=["f32", "bf16"], default="f32", help="how numbers travel, and are summed")
     args = parser.parse_args()
     if args.turns and not args.in_cluster:
         parser.error("--turns needs --in-cluster")
@@ -59,8 +60,14 @@ def rank(number, workers, address, args):
     dist.init_process_group("gloo", init_method=address, rank=number, world_size=workers, timeout=DEADLINE)
 
     def bind(buffer):
-        tensor = torch.from_numpy(buffer)
-        return lambda: dist.all_reduce(tensor)
+        values = torch.from_numpy(buffer)
+        if args.encoding == "f32":
+            return protocol.Bound(lambda: dist.all_reduce(values))
+        # Numpy has no such type: it is filled and checked in float32.
+        tensor = values.to(torch.bfloat16)
+        return protocol.Bound(
+            lambda: dist.all_reduce(tensor), lambda: tensor.copy_(values), lambda: values.copy_(tensor)
+        )
 
     def gather(value):
         values = [None] * workers
@@ -72,7 +79,7 @@ def rank(number, workers, address, args):
         dist.broadcast_object_list(values, src=0)
         return values[0]
 
-    ranks = protocol.Ranks(number, workers, "tcp", dist.barrier, bind, gather)
+    ranks = protocol.Ranks(number, workers, "tcp", dist.barrier, bind, gather, args.encoding)
     if args.turns:
         protocol.take_turns(ranks, args, share)
     else:

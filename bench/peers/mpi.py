@@ -20,7 +20,7 @@ def main():
     comm = MPI.COMM_WORLD
 
     def bind(buffer):
-        return lambda: comm.Allreduce(MPI.IN_PLACE, buffer, op=MPI.SUM)
+        return protocol.Bound(lambda: comm.Allreduce(MPI.IN_PLACE, buffer, op=MPI.SUM))
 
     def share(line):
         turn = np.zeros(2, dtype=np.int64)

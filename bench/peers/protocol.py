@@ -19,6 +19,8 @@ import numpy as np
 # Values stay small integers, so that the sum is exact in float32 whatever the order of addition,
 # and differ by position, so that a misplaced piece is noticed.
 PATTERN = 1021
+# The same in bfloat16, where whole numbers up to 256 are exact: up to 32 ranks.
+HALF_PATTERN = 6
 WARM_UP = 1
 
 
@@ -44,20 +46,32 @@ def sizes(text):
     return numbers
 
 
+class Bound:
+    """A buffer that a library sums over all ranks.
+
+    `load` brings what was filled into the buffer to where it is summed, and `store` brings the sum back. Neither is
+    timed. A library that sums in the buffer itself needs none.
+    """
+
+    def __init__(self, all_reduce, load=lambda: None, store=lambda: None):
+        self.all_reduce, self.load, self.store = all_reduce, load, store
+
+
 class Ranks:
     """What the protocol needs of a library, as one rank sees it.
 
-    `bind(buffer)` returns a function that sums the numpy buffer over all ranks in place.
+    `bind(buffer)` returns how the numpy buffer is summed over all ranks, which is `Bound`.
     `gather(value)` returns the list of every rank's values on rank 0, anything elsewhere.
     """
 
-    def __init__(self, rank, workers, link, barrier, bind, gather):
+    def __init__(self, rank, workers, link, barrier, bind, gather, encoding="f32"):
         self.rank = rank
         self.workers = workers
         self.link = link
         self.barrier = barrier
         self.bind = bind
         self.gather = gather
+        self.width, self.pattern = (4, PATTERN) if encoding == "f32" else (2, HALF_PATTERN)
 
 
 def measure(ranks, args):
@@ -97,9 +111,9 @@ class Case:
     def __init__(self, ranks, size):
         self.ranks = ranks
         self.size = size
-        self.pattern = (np.arange(size // 4) % PATTERN).astype(np.float32)
+        self.pattern = (np.arange(size // ranks.width) % ranks.pattern).astype(np.float32)
         self.buffer = np.empty_like(self.pattern)
-        self.all_reduce = ranks.bind(self.buffer)
+        self.bound = ranks.bind(self.buffer)
         self.iterations = 0
 
     def turn(self, iters):
@@ -116,20 +130,28 @@ class Case:
     def iterate(self):
         """One iteration: its seconds, and its seconds of CPU."""
         rank, workers = self.ranks.rank, self.ranks.workers
-        offset = self.iterations % PATTERN
+        # What differs by rank and iteration is small where few numbers are exact.
+        offsets = [self.offset(other) for other in range(workers)]
         self.iterations += 1
-        np.add(self.pattern, 3 * rank + offset, out=self.buffer)
+        np.add(self.pattern, offsets[rank], out=self.buffer)
+        self.bound.load()
         self.ranks.barrier()
         cpu_before = cpu_seconds()
         start = time.perf_counter()
-        self.all_reduce()
+        self.bound.all_reduce()
         end = time.perf_counter()
         cpu_after = cpu_seconds()
+        self.bound.store()
         self.buffer -= self.pattern * np.float32(workers)
-        expected = 3 * sum(range(workers)) + workers * offset
+        expected = sum(offsets)
         if self.buffer.min() != expected or self.buffer.max() != expected:
             raise SystemExit(f"rank {rank}: wrong sum in iteration {self.iterations}")
         return end - start, cpu_after - cpu_before
+
+    def offset(self, rank):
+        if self.ranks.width == 2:
+            return (rank + self.iterations) % 2
+        return 3 * rank + self.iterations % PATTERN
 
     def report(self, iters, gathered):
         """The JSON object, from every rank's (seconds, cpu, peak memory)."""

@@ -1,7 +1,7 @@
 //! How to reach a running job's coordinator.
 
-use anyhow::{Context, bail};
-use poseidon::coordinator::query;
+use anyhow::bail;
+use poseidon::coordinator::{query, query_live};
 use poseidon::{Config, LiveJob};
 use serde_json::Value;
 use std::collections::BTreeMap;
@@ -91,8 +91,8 @@ impl Coordinator {
 
     /// What the job does now.
     pub(crate) fn live(&self) -> anyhow::Result<LiveJob> {
-        let value = self.ask("live")?.context("the coordinator tells nothing of its job")?;
-        serde_json::from_value(value).context("the coordinator is of another version of poseidon")
+        let Config { coordinator, .. } = &self.config;
+        Ok(query_live(coordinator, &self.config.credentials(), self.patience)?)
     }
 }
 

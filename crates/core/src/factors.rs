@@ -21,8 +21,8 @@
 
 use crate::wire::{Header, Kind};
 use crate::{
-    ChunkKey, ChunkSize, Clock, Cluster, Consistency, Encoding, LaneId, LayerId, NodeId, Route,
-    Tree, Violation,
+    ChunkKey, ChunkSize, Clock, Cluster, Consistency, Encoding, LaneId, LayerId, NodeId, Ring,
+    Route, Tree, Violation,
 };
 use std::ops::Range;
 
@@ -180,7 +180,7 @@ impl Layout {
 
     /// The way of a worker's chunk `turn`.
     fn route_of(&self, root: NodeId, turn: u32) -> Route {
-        Route { root, turn, ring: self.ring }
+        Route { root, turn, ring: Ring::whole(self.ring) }
     }
 
     /// The lane that carries chunk `index` of any worker.

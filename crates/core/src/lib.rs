@@ -75,6 +75,6 @@ pub use reduce::{Dtype, ReduceOp};
 pub use scheme::{Policy, Scheme};
 pub use store::Store;
 pub use syncer::Syncer;
-pub use tree::{Route, Tree};
+pub use tree::{Ring, Route, Tree};
 pub use violation::Violation;
 pub use windows::Windows;

@@ -7,7 +7,7 @@ use crate::share::shares;
 use crate::wire::Kind;
 use crate::{
     ChunkKey, ChunkSize, Chunks, Cluster, Consistency, Encoding, Encodings, Epoch, LaneId, Layer,
-    LayerId, LayerKind, NodeId, Route, Tree,
+    LayerId, LayerKind, NodeId, Ring, Route, Tree,
 };
 use serde::{Deserialize, Serialize};
 use std::{fmt, str::FromStr};
@@ -102,9 +102,9 @@ struct LayerPlan {
     shards: Vec<Shard>,
     /// By chunk: its [turn](Route::turn). Empty if the tree is flat: then turns change nothing.
     turns: Vec<u32>,
-    /// Whether it goes round the ring of hosts. Small layers do not: the way would be long for little.
-    /// Nor do layers in half precision.
-    ring: bool,
+    /// What of it goes round the ring of hosts. Nothing of small layers does: the way would be long for
+    /// little.
+    ring: Ring,
 }
 
 impl Plan {
@@ -150,7 +150,7 @@ impl Plan {
             };
             let (encodings, chunks) = (layer.encodings(), Chunks::whole(layer.len));
             let (shards, turns) = (Vec::new(), Vec::new());
-            let ring = false;
+            let ring = Ring::Nothing;
             plans.push(LayerPlan { choice, encodings, factors, chunks, shards, turns, ring });
             placements.push(placement);
         }
@@ -225,8 +225,9 @@ impl Plan {
         match self.factors(layer) {
             Some(layout) => {
                 // Factors that are not this node's own pass through it only in a tree.
-                let passes =
-                    |route: Route| !self.tree.is_flat() || route.ring || route.root == node;
+                let passes = |route: Route| {
+                    !self.tree.is_flat() || route.ring.takes_results() || route.root == node
+                };
                 let ways = layout.routes().filter(|(route, _)| passes(*route));
                 ways.map(|(route, len)| self.tree.receivers(node, route).len() * up.bytes(len))
                     .sum()
@@ -375,8 +376,12 @@ fn place_evenly(cluster: &Cluster, layers: Vec<(&mut LayerPlan, usize)>, size: C
         };
         plan.shards = weighted.deal(&chunks, width);
         plan.chunks = chunks;
-        // A sum that is rounded at every hop would not be one that is rounded once (ADR 0019).
-        plan.ring = cluster.is_ring() && plan.encodings.up == Encoding::F32;
+        plan.ring = match (cluster.is_ring(), plan.encodings.up) {
+            (false, _) => Ring::Nothing,
+            (true, Encoding::F32) => Ring::Everything,
+            // A sum that is rounded at every hop would not be one that is rounded once (ADR 0019).
+            (true, _) => Ring::Results,
+        };
     }
     // In bytes: elements of layers that lie beside each other may have other widths.
     let total: usize = small.iter().map(|(_, len, width)| len * width).sum();

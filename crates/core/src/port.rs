@@ -64,21 +64,28 @@ pub fn merge_rates(rates: &mut [Rate]) {
     }
 }
 
-/// Makes measured rates equal on a fast network, one where a port carries more than 2.75 Gbit/s: all that
-/// are at least a quarter of the fastest become their upper median. A rate above 11 Gbit/s counts as 11
-/// Gbit/s here, because it may be that of the cores: beside one of 40 Gbit/s, 3.5 Gbit/s were measured at a
-/// port that is its equal.
+/// Makes the measured rates of `ports` equal that are not far from the fastest: they become their upper
+/// median. Where a port carries more than 2.75 Gbit/s, far is less than a quarter, and what passes between
+/// racks, the `core`, counts like a port. Elsewhere far is less than half: ports are sold with 1, 2.5 and 5
+/// Gbit/s. A rate above 11 Gbit/s counts as 11 Gbit/s here, because it may be that of the cores: beside one of
+/// 40 Gbit/s, 3.5 Gbit/s were measured at a port that is its equal.
 ///
-/// There the measurement is as much of the cores as of the port. Four equal ports of 10 Gbit/s on two
-/// cores were measured at 5.6 to 9 Gbit/s, and beside other load at 2.4 to 6.2. A node whose port was taken
-/// for slow got a fifth of the others' shard, or nothing. Ports that really differ have their rates given.
-pub fn level_fast<'a>(rates: impl Iterator<Item = &'a mut Rate>) {
-    let mut fast: Vec<&mut Rate> = rates.collect();
-    fast.sort_by(|a, b| b.cmp(a));
-    let fastest = fast.first().map_or(0, |rate| rate.0.min(OF_CORES));
-    fast.retain(|rate| fastest > MULTI_GIGABIT && rate.0.saturating_mul(4) >= fastest);
-    if let Some(median) = fast.get(fast.len().saturating_sub(1) / 2).map(|rate| **rate) {
-        fast.into_iter().for_each(|rate| *rate = median);
+/// A measurement is as much of the cores as of the port. Four equal ports of 10 Gbit/s on two cores were
+/// measured at 5.6 to 9 Gbit/s, and beside other load at 2.4 to 6.2. Eight of 1 Gbit/s were measured at 0.6
+/// and 1 Gbit/s while other programs started. A node whose port is taken for slow gets a smaller shard, or
+/// none, and there is no ring: exchanges then took up to 1.4 times as long. Ports that really differ by less
+/// have their rates given.
+pub fn level_measured<'a>(ports: impl Iterator<Item = &'a mut Rate>, core: Option<&'a mut Rate>) {
+    let mut near: Vec<&mut Rate> = ports.collect();
+    near.sort_by(|a, b| b.cmp(a));
+    let fastest = near.first().map_or(0, |rate| rate.0.min(OF_CORES));
+    let is_fast = fastest > MULTI_GIGABIT;
+    near.extend(core.filter(|_| is_fast));
+    near.sort_by(|a, b| b.cmp(a));
+    let far = if is_fast { 4 } else { 2 };
+    near.retain(|rate| rate.0.saturating_mul(far) >= fastest);
+    if let Some(median) = near.get(near.len().saturating_sub(1) / 2).map(|rate| **rate) {
+        near.into_iter().for_each(|rate| *rate = median);
     }
 }
 

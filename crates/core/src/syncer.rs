@@ -72,7 +72,8 @@ impl Syncer {
                 let up = tree.parent(me, route).unwrap_or(me);
                 let from = tree.source(me, route).unwrap_or(me);
                 let collects = tree.collects(me, route);
-                let passes_on = (collects || route.ring) && !tree.receivers(me, route).is_empty();
+                let passes_on = (collects || route.ring.takes_results())
+                    && !tree.receivers(me, route).is_empty();
                 Some(Part { key, route, up, from, collects, passes_on, range })
             })
             .collect();

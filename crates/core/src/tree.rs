@@ -13,7 +13,8 @@
 //! Where hosts are in a ring, a chunk of a large layer goes from each host to the one before it
 //! instead, and each adds what its workers contribute: a host collects from the host after it. Results
 //! go on in the same direction, from the root's host to the one before it, and so on. So a port hears
-//! one host only, which cannot send more than the port takes. The ring goes rack after rack.
+//! one host only, which cannot send more than the port takes. The ring goes rack after rack. A sum that
+//! would be rounded at every host goes straight, and only its result goes round the ring.
 
 use crate::{Cluster, NodeId};
 
@@ -54,8 +55,20 @@ pub struct Route {
     /// Spreads the chunks of a root over the collectors of each host: the number of the chunk among
     /// them.
     pub turn: u32,
-    /// Whether it goes round the ring of hosts instead of straight to the root's host.
-    pub ring: bool,
+    /// What of it goes round the ring of hosts, instead of straight to the root's host and back.
+    pub ring: Ring,
+}
+
+/// What of a chunk goes round the ring of hosts.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Ring {
+    /// It goes straight to its root, and straight back.
+    #[default]
+    Nothing,
+    /// Contributions go straight to the root. The result goes from host to host.
+    Results,
+    /// Each host adds what its workers contribute to what comes from the host after it.
+    Everything,
 }
 
 /// What a node adds up for a chunk, and in which order if the order counts.
@@ -77,6 +90,23 @@ pub struct Stream {
     pub first: NodeId,
     /// Number of workers that the stream covers.
     pub workers: usize,
+}
+
+impl Ring {
+    /// Everything, if there `is` a ring.
+    pub fn whole(is: bool) -> Self {
+        if is { Self::Everything } else { Self::Nothing }
+    }
+
+    /// Whether sums are made host after host.
+    pub fn takes_sums(self) -> bool {
+        self == Self::Everything
+    }
+
+    /// Whether results go from host to host.
+    pub fn takes_results(self) -> bool {
+        self != Self::Nothing
+    }
 }
 
 impl Tree {
@@ -164,7 +194,7 @@ impl Tree {
     /// The node that `node` has the result from. `None` at the root.
     pub fn source(&self, node: NodeId, route: Route) -> Option<NodeId> {
         let (host, to) = (self.host(node), self.host(route.root));
-        if !route.ring || host == to || self.collector(host, route) != Some(node) {
+        if !route.ring.takes_results() || host == to || self.collector(host, route) != Some(node) {
             return self.parent(node, route);
         }
         let after = self.host_after(host);
@@ -173,7 +203,7 @@ impl Tree {
 
     /// The nodes that have the result from `node`, in order.
     pub fn receivers(&self, node: NodeId, route: Route) -> Vec<NodeId> {
-        if !route.ring {
+        if !route.ring.takes_results() {
             return self.children(node, route);
         }
         let (host, to) = (self.host(node), self.host(route.root));
@@ -194,7 +224,7 @@ impl Tree {
         let (host, to) = (self.host(node), self.host(route.root));
         let leads = || host != to && self.collector(host, route) == Some(node);
         let alone = || self.hosts[usize::from(host)].workers.len() == 1;
-        let last = || match route.ring {
+        let last = || match route.ring.takes_sums() {
             true => self.host_after(host) == to,
             false => {
                 let rack = self.rack(host);
@@ -231,7 +261,7 @@ impl Tree {
         }
         let workers = &self.hosts[usize::from(host)].workers;
         let mut sum = Sum::Group(workers.iter().map(|worker| Sum::worker(*worker)).collect());
-        if route.ring {
+        if route.ring.takes_sums() {
             return sum.among(self.stream_round(host, route).into_iter());
         }
         let rack = self.rack(host);
@@ -269,7 +299,7 @@ impl Tree {
         for (root, turn) in
             (0..self.host_of.len() as u16).flat_map(|r| (0..turns).map(move |t| (r, t)))
         {
-            let route = Route { root: NodeId(root), turn, ring };
+            let route = Route { root: NodeId(root), turn, ring: Ring::whole(ring) };
             senders.extend(self.source(node, route).filter(|_| self.contributes(node, route)));
             senders.extend(self.children(node, route));
         }
@@ -281,7 +311,7 @@ impl Tree {
 
     /// The host that `host` sends its sum to, on its way to the root's host.
     fn host_above(&self, host: u16, route: Route) -> u16 {
-        if route.ring {
+        if route.ring.takes_sums() {
             return self.host_before(host);
         }
         let (rack, to) = (self.rack(host), self.host(route.root));

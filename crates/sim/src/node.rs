@@ -406,7 +406,7 @@ impl Node {
                     (Kind::Update, facts.workers_but(self.id))
                 }
                 (Way::Down, _) => {
-                    let round = facts.plan.route(key).filter(|route| route.ring);
+                    let round = facts.plan.route(key).filter(|route| route.ring.takes_results());
                     let peers = round.map(|route| facts.receivers(self.id, route));
                     let mut peers =
                         peers.unwrap_or_else(|| facts.peers(self.stores[lane].contributors(key)));

@@ -132,6 +132,8 @@ const OURS: usize = 0;
 const PEER: usize = 1;
 /// Where another version meets: ours has the usual port.
 const OTHER_PORT: &str = "MASTER_PORT=29700";
+/// How either is told to exchange bf16.
+const BF16: [&str; 2] = ["--encoding", "bf16"];
 
 impl Bench<'_> {
     fn run(&self, machine: Machine) -> Result<Summary> {
@@ -180,16 +182,23 @@ impl Bench<'_> {
         let cluster = Cluster::with_queue(nodes, mbit, Some(&self.args.congestion), Some(&queue))?;
         let mut contenders = Contenders {
             cluster: &cluster,
-            words: [Vec::new(), self.gloo(sizes)],
+            words: [Vec::new(), Vec::new()],
             running: [None, None],
         };
         for &what in &self.args.what {
             contenders.running[OURS] = None;
             contenders.words[OURS] = self.ours(&self.poseidon, what, sizes);
-            if let Some(other) = &self.args.beside {
+            let peer = match &self.args.beside {
+                None => self.gloo(what, sizes),
+                Some(other) => {
+                    let mut words = vec!["env".to_owned(), OTHER_PORT.to_owned()];
+                    words.extend(self.ours(other, what, sizes));
+                    words
+                }
+            };
+            if contenders.words[PEER] != peer {
                 contenders.running[PEER] = None;
-                contenders.words[PEER] = ["env".to_owned(), OTHER_PORT.to_owned()].to_vec();
-                contenders.words[PEER].extend(self.ours(other, what, sizes));
+                contenders.words[PEER] = peer;
             }
             for case in cases(what) {
                 if !self.fits(OVERHEAD * network.seconds(case.size, self.effort)) {
@@ -238,6 +247,7 @@ impl Bench<'_> {
         words.extend(["--bytes".to_owned(), list(sizes)]);
         match what {
             What::Push => {}
+            What::Bf16 => words.extend(BF16.map(str::to_owned)),
             What::Factors => {
                 let rows = self.args.rows.to_string();
                 words.extend(["--scheme", "sfb", "--rows", &rows].map(str::to_owned));
@@ -251,10 +261,11 @@ impl Bench<'_> {
         if self.args.beside.is_some() { Peer::Other } else { Peer::Gloo }
     }
 
-    fn gloo(&self, sizes: &[Size]) -> Vec<String> {
+    fn gloo(&self, what: What, sizes: &[Size]) -> Vec<String> {
         let mut words = vec![self.python.clone()];
         words.extend(["bench/peers/gloo.py", "--in-cluster", "--turns"].map(str::to_owned));
         words.extend(["--bytes".to_owned(), list(sizes)]);
+        words.extend(BF16.map(str::to_owned).into_iter().filter(|_| what == What::Bf16));
         words
     }
 
@@ -326,7 +337,12 @@ mod tests {
         assert_eq!(ours(What::Factors), format!("{common} --scheme sfb --rows 16"));
         assert_eq!(ours(What::AllReduce), format!("{common} --collective all_reduce"));
         let gloo = "python bench/peers/gloo.py --in-cluster --turns --bytes 1048576,10485760";
-        assert_eq!(bench.gloo(&args.sizes).join(" "), gloo);
+        assert_eq!(bench.gloo(What::Push, &args.sizes).join(" "), gloo);
+        assert_eq!(ours(What::Bf16), format!("{common} --encoding bf16"));
+        assert_eq!(
+            bench.gloo(What::Bf16, &args.sizes).join(" "),
+            format!("{gloo} --encoding bf16")
+        );
     }
 
     #[test]

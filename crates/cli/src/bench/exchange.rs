@@ -13,7 +13,7 @@ use crate::terminal::say;
 use anyhow::{Context, ensure};
 use clap::ValueEnum;
 use poseidon::config::{Carriers, LinkRate, Member, encryption_wanted};
-use poseidon::{ChunkSize, Config, Limit, Optimizer, Reduction, Scheme, Servers};
+use poseidon::{ChunkSize, Config, Encoding, Limit, Optimizer, Reduction, Scheme, Servers};
 use std::io::BufRead;
 use std::process::{Command, ExitCode};
 use std::time::Duration;
@@ -61,6 +61,10 @@ pub(crate) struct Args {
     /// layer to the first, as a backward pass ends with them.
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = at_least_1)]
     layers: u16,
+
+    /// With --scheme ps: how numbers travel. The model has twice as many numbers of 'bf16' or 'f16'.
+    #[arg(long, value_name = "f32|bf16|f16", default_value_t = Encoding::F32)]
+    encoding: Encoding,
 
     /// Have a group sum a tensor of --bytes, instead of synchronising a model.
     #[arg(long, value_enum, conflicts_with = "scheme")]
@@ -251,13 +255,19 @@ impl Args {
         let what = match (self.collective, self.scheme) {
             (Some(Collective::AllReduce), _) => What::AllReduce,
             (None, Scheme::Sfb) => What::Factors { rows: self.rows.into() },
-            (None, _) => What::Push { layers: self.layers.into() },
+            (None, _) => What::Push { layers: self.layers.into(), encoding: self.encoding },
         };
         let sums = self.optimizer == Optimizer::Reduce(Reduction::Sum);
         ensure!(
             matches!(what, What::Push { .. }) || sums,
             "factors and collectives are measured as sums: expected --optimizer sum, got {}",
             self.optimizer
+        );
+        let halves = self.encoding != Encoding::F32;
+        ensure!(
+            !halves || matches!(what, What::Push { .. }),
+            "factors and collectives are measured in f32: expected no --encoding, got {}",
+            self.encoding
         );
         Ok(Exchange {
             what,
@@ -337,6 +347,9 @@ Examples:
   A fully connected layer by factors, and a tensor by all_reduce:
     poseidon bench exchange --scheme sfb --rows 32 --bytes 10MB --link tcp
     poseidon bench exchange --collective all_reduce --bytes 10MB --link tcp
+
+  Many layers in half precision:
+    poseidon bench exchange --layers 100 --encoding bf16
 
   Beside a busy thread on every core:
     poseidon bench exchange --workers 4 --busy 1

@@ -12,7 +12,7 @@ pub(crate) use gradient::RATE;
 use factors::FactorLayer;
 use gradient::Gradients;
 use poseidon::session::Builder;
-use poseidon::{Layer, LayerId, LayerKind, Optimizer, Policy, Session};
+use poseidon::{Encoding, Encodings, Layer, LayerId, LayerKind, Optimizer, Policy, Session};
 use std::sync::Arc;
 use tensor::GroupTensor;
 
@@ -20,7 +20,7 @@ use tensor::GroupTensor;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum What {
     /// The gradients of so many equal layers, through the shards.
-    Push { layers: usize },
+    Push { layers: usize, encoding: Encoding },
     /// The gradient of a fully connected layer, by this many rows of factors from each worker.
     Factors { rows: usize },
     /// A tensor, by the all_reduce of a group.
@@ -52,9 +52,11 @@ impl What {
     /// Adds to a session what it has to know of buffers of these sizes.
     pub(crate) fn describe(self, builder: Builder, sizes: &[usize]) -> Builder {
         let layers = |&bytes| match self {
-            Self::Push { layers } => {
-                let layer = |(number, len)| Layer::new(layer_name(bytes, number), len);
-                cut(length(bytes), layers).enumerate().map(layer).collect()
+            Self::Push { layers, encoding } => {
+                let encodings = Encodings::both(encoding);
+                let layer =
+                    |(number, len)| Layer::new(layer_name(bytes, number), len).encoded(encodings);
+                cut(bytes / encoding.width(), layers).enumerate().map(layer).collect()
             }
             Self::Factors { .. } => {
                 let (m, n) = shape(length(bytes));
@@ -95,13 +97,13 @@ impl What {
                     let layer = session.layer(&layer_name(bytes, 0))?;
                     Box::new(FactorLayer::new(session, layer, [m, n, rows])?)
                 }
-                Self::Push { layers } => {
+                Self::Push { layers, encoding } => {
                     let layer = |(number, len)| -> anyhow::Result<(LayerId, usize)> {
                         Ok((session.layer(&layer_name(bytes, number))?, len))
                     };
-                    let layers = cut(length(bytes), layers).enumerate().map(layer);
+                    let layers = cut(bytes / encoding.width(), layers).enumerate().map(layer);
                     let layers = layers.collect::<anyhow::Result<Vec<_>>>()?;
-                    Box::new(Gradients::new(session, &layers, optimizer)?)
+                    Box::new(Gradients::new(session, &layers, encoding, optimizer)?)
                 }
                 Self::AllReduce => continue,
             });

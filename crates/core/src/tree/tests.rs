@@ -29,7 +29,7 @@ fn nodes(ids: &[u16]) -> Vec<NodeId> {
 }
 
 fn route(root: u16, turn: u32) -> Route {
-    Route { root: NodeId(root), turn, ring: false }
+    Route { root: NodeId(root), turn, ring: Ring::Nothing }
 }
 
 #[test]
@@ -108,7 +108,7 @@ fn a_port_carries_as_much_in_a_ring() {
         let tree = tree(&vec![1; hosts.into()], &[]);
         for node in (0..hosts).map(NodeId) {
             let streams = |root| {
-                let route = Route { ring: true, ..route(root, 0) };
+                let route = Route { ring: Ring::Everything, ..route(root, 0) };
                 tree.children(node, route).len() + usize::from(tree.source(node, route).is_some())
             };
             assert_eq!((0..hosts).map(streams).sum::<usize>(), 2 * usize::from(hosts - 1));
@@ -120,7 +120,7 @@ fn a_port_carries_as_much_in_a_ring() {
 #[test]
 fn a_ring_adds_host_after_host() {
     let tree = tree(&[2, 1, 2], &[]);
-    let route = Route { ring: true, ..route(3, 0) };
+    let route = Route { ring: Ring::Everything, ..route(3, 0) };
     // The root is the first of the third host. The second host is last in the ring.
     assert_eq!(tree.parent(NodeId(4), route), Some(NodeId(3)));
     assert_eq!(tree.parent(NodeId(0), route), Some(NodeId(3)));
@@ -158,6 +158,24 @@ fn a_ring_goes_rack_after_rack() {
     assert_eq!(out, 3, "once for each rack");
 }
 
+/// What is rounded once goes straight to the root. Its result is not rounded again, so it goes round.
+#[test]
+fn results_alone_go_round_a_ring() {
+    let tree = tree(&[2, 1, 2, 1], &[]);
+    let route = Route { ring: Ring::Results, ..route(3, 0) };
+    let straight = Route { ring: Ring::Nothing, ..route };
+    let round = Route { ring: Ring::Everything, ..route };
+    for node in (0..6).map(NodeId) {
+        assert_eq!(tree.parent(node, route), tree.parent(node, straight));
+        assert_eq!(tree.sum(node, route), tree.sum(node, straight));
+        assert_eq!(tree.collects(node, route), tree.collects(node, straight));
+        assert_eq!(tree.source(node, route), tree.source(node, round));
+        assert_eq!(tree.receivers(node, route), tree.receivers(node, round));
+    }
+    assert_eq!(tree.children(NodeId(3), route), nodes(&[0, 2, 4, 5]));
+    assert_eq!(tree.receivers(NodeId(3), route), nodes(&[2, 4]));
+}
+
 #[test]
 fn sums_are_in_the_order_of_ranks() {
     let tree = tree(&[2, 2, 1], &[]);
@@ -174,13 +192,14 @@ proptest! {
     /// Every worker is covered once, on one way without a circle.
     #[test]
     fn every_worker_has_one_way_to_every_root(
-        hosts in proptest::collection::vec(1usize..5, 1..7), in_rack in 1usize..4, extra in 0u16..3, turn in 0u32..9, ring: bool,
+        hosts in proptest::collection::vec(1usize..5, 1..7), in_rack in 1usize..4, extra in 0u16..3, turn in 0u32..9,
+        ring in prop_oneof![Just(Ring::Nothing), Just(Ring::Results), Just(Ring::Everything)],
         in_turn: bool,
     ) {
         let count: usize = hosts.iter().sum();
         prop_assume!(count > usize::from(extra));
         // In a ring, servers are on the workers.
-        prop_assume!(!ring || extra == 0);
+        prop_assume!(ring == Ring::Nothing || extra == 0);
         let mut racks = vec![in_rack; hosts.len() / in_rack];
         racks.extend((hosts.len() % in_rack > 0).then_some(hosts.len() % in_rack));
         let servers = if extra > 0 { Servers::Mixed(extra) } else { Servers::Colocated };

@@ -6,7 +6,7 @@
 //! tree of its own ranks.
 
 use poseidon_core::cluster::ClusterError;
-use poseidon_core::{Cluster, NodeId, Route, Tree};
+use poseidon_core::{Cluster, NodeId, Ring, Route, Tree};
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -83,7 +83,7 @@ impl Ways {
     fn along(me: u16, tree: Tree, ring: bool) -> Self {
         let size = tree.workers() as u16;
         let way = |root: u16| {
-            let route = Route { root: NodeId(root), turn: 0, ring };
+            let route = Route { root: NodeId(root), turn: 0, ring: Ring::whole(ring) };
             let ranks = |nodes: Vec<NodeId>| {
                 let mut ranks: Vec<u16> = nodes.into_iter().map(|node| node.0).collect();
                 ranks.sort_unstable_by_key(|rank| (*rank < me, *rank));
@@ -147,7 +147,7 @@ impl Ways {
     }
 
     fn route(&self, root: u16) -> Route {
-        Route { root: NodeId(root), turn: 0, ring: self.ring }
+        Route { root: NodeId(root), turn: 0, ring: Ring::whole(self.ring) }
     }
 
     /// Which neighbour in the tree of `root` something comes from that rank `origin` has.

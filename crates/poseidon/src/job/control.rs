@@ -11,6 +11,8 @@ use poseidon_core::{ChannelId, Epoch, NodeId, Rate, Servers};
 use poseidon_link::{Sealer, TAG_SIZE, Tagged};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
+use serde_json::value::{RawValue, to_raw_value};
+use std::borrow::Cow;
 use std::io::{self, Read, Write};
 use std::sync::Arc;
 
@@ -35,8 +37,10 @@ pub(crate) enum Message {
     Query {
         key: String,
     },
+    /// As text: what a job does is told every second, and as a [`Value`] it would be thousands of small
+    /// allocations each time, between which the heap of a process of weeks grows.
     Answer {
-        value: Option<Value>,
+        value: Option<Box<RawValue>>,
     },
     Gather(Post),
     Gathered {
@@ -72,6 +76,11 @@ pub(crate) enum Message {
 }
 
 impl Message {
+    /// An answer that says `value`.
+    pub(crate) fn answer(value: &impl Serialize) -> Self {
+        Self::Answer { value: to_raw_value(value).ok() }
+    }
+
     /// The message's type, as the wire spells it. Errors name only the type, because what a message
     /// carries may be long.
     pub(crate) fn name(&self) -> &'static str {
@@ -138,6 +147,31 @@ pub(crate) struct Numbered {
     pub(crate) request: Option<u64>,
     #[serde(flatten)]
     pub(crate) message: Message,
+}
+
+/// A message, as far as it has to be known before it is read.
+#[derive(Deserialize)]
+struct Glimpse<'a> {
+    #[serde(default)]
+    request: Option<u64>,
+    #[serde(rename = "type", borrow)]
+    name: Cow<'a, str>,
+    #[serde(default, borrow)]
+    value: Option<&'a RawValue>,
+}
+
+impl Numbered {
+    /// The message that `body` is. An answer keeps its text, which the derived code cannot do.
+    fn parse(body: &[u8]) -> serde_json::Result<Self> {
+        let Glimpse { request, name, value } = serde_json::from_slice(body)?;
+        match &*name {
+            "answer" => {
+                let value = value.map(RawValue::to_owned);
+                Ok(Self { request, message: Message::Answer { value } })
+            }
+            _ => serde_json::from_slice(body),
+        }
+    }
 }
 
 /// Where the coordinator's answer goes.
@@ -300,10 +334,10 @@ pub(crate) fn receive(stream: &mut (impl Read + Tagged)) -> io::Result<Numbered>
         tagging.update(&body);
         tagging.verify(&tag).map_err(changed)?;
     }
-    let parsed: Result<Numbered, _> = serde_json::from_slice(&body);
     // The parser quotes what it did not expect.
     let no_message = |e: serde_json::Error| format!("not a control message: {e}");
-    let mut numbered = parsed.map_err(|e| invalid(printable(&no_message(e)).into_owned()))?;
+    let mut numbered =
+        Numbered::parse(&body).map_err(|e| invalid(printable(&no_message(e)).into_owned()))?;
     numbered.message.make_printable();
     Ok(numbered)
 }

@@ -13,10 +13,10 @@ use crate::job::book::{Book, lookup};
 use crate::job::control::{Asker, Body, Message, Numbered, Reply, receive};
 use crate::job::gather::{self, Post};
 use crate::job::joining::Joining;
-use crate::job::live::{LIVE, LiveState, Now};
+use crate::job::live::{LIVE, LiveJob, LiveState, Now};
 use crate::job::open::{Opening, Openings};
 use crate::job::rounds::{Rounds, WAITING, Waiting};
-pub use asking::{query, set_bandwidth_budget};
+pub use asking::{query, query_live, set_bandwidth_budget};
 use poseidon_core::running_time::RunningTime;
 use poseidon_core::wire::{Hello, Purpose, Status};
 use poseidon_core::{Cluster, JobId, NodeId, Rate};
@@ -346,12 +346,17 @@ impl State {
                 replies
             }
             Message::Query { key } => {
-                let value = match &*key {
-                    WAITING => self.waiting(),
-                    key if key.split('.').next() == Some(LIVE) => self.tell_live(key, now),
-                    _ => self.joining.tell(&key),
+                let answer = match &*key {
+                    WAITING => Message::answer(&self.waiting()),
+                    LIVE => Message::answer(&self.live_job(now)),
+                    _ => Message::answer(&match key.split_once('.') {
+                        Some((LIVE, rest)) => serde_json::to_value(self.live_job(now))
+                            .ok()
+                            .and_then(|live| lookup(live, rest)),
+                        _ => self.joining.tell(&key),
+                    }),
                 };
-                vec![Reply::new(asker, &Message::Answer { value })]
+                vec![Reply::new(asker, &answer)]
             }
             Message::Measured(post) => match self.book_for(asker, post.node) {
                 Ok(_) => self.joining.handle_measured(asker, post, now),
@@ -391,18 +396,15 @@ impl State {
     }
 
     /// What some nodes have posted and others have not.
-    fn waiting(&self) -> Option<Value> {
-        let rounds = self.gathers.waiting().chain(self.openings.rounds.waiting());
-        serde_json::to_value(rounds.collect::<Vec<Waiting>>()).ok()
+    fn waiting(&self) -> Vec<Waiting> {
+        self.gathers.waiting().chain(self.openings.rounds.waiting()).collect()
     }
 
     /// What the job does.
-    fn tell_live(&self, key: &str, now: Instant) -> Option<Value> {
+    fn live_job(&self, now: Instant) -> LiveJob {
         let (book, missing) = (self.joining.book(), self.joining.missing());
         let missing = missing.into_iter().map(|(_, name)| name).collect();
-        let live = self.live.tell(book.map(|book| &**book), missing, wall(now));
-        let rest = key.split_once('.').map_or("", |(_, rest)| rest);
-        lookup(serde_json::to_value(live).ok()?, rest)
+        self.live.tell(book.map(|book| &**book), missing, wall(now))
     }
 
     /// Takes up what `node` says of itself, and acknowledges it.
@@ -462,8 +464,7 @@ impl State {
         let askers = told.iter().map(|&(_, connection)| Asker { connection, request: None });
         let mut replies = Reply::to_all(askers, &Message::Budget { rate, node });
         let ids: Vec<NodeId> = told.iter().map(|(id, _)| *id).collect();
-        let value = Some(serde_json::json!(ids));
-        replies.push(Reply::new(asker, &Message::Answer { value }));
+        replies.push(Reply::new(asker, &Message::answer(&ids)));
         replies
     }
 

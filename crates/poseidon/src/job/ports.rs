@@ -5,7 +5,7 @@ use crate::job::control::{Asker, Join, Message, Reply};
 use crate::job::link_rate::{LANES_IN_DOUBT, LinkRate, Measured, ROUNDS};
 use crate::job::rounds::{Posted, Rounds, deadline};
 use poseidon_core::cluster::ClusterError;
-use poseidon_core::port::{judge_measured, lanes_for, level_fast, merge_rates};
+use poseidon_core::port::{judge_measured, lanes_for, level_measured, merge_rates};
 use poseidon_core::{Cluster, NodeId, Port, Rate, Servers};
 use std::collections::BTreeMap;
 use std::time::Instant;
@@ -126,7 +126,7 @@ impl Claims {
     /// how fast.
     ///
     /// Of each way through a port the fastest counts, and of the two ways the slower one: layers
-    /// need both alike. On a fast network, ports that were measured count as equal. Nodes of one host
+    /// need both alike. Measured ports that are not far from the fastest count as equal. Nodes of one host
     /// that give the same rate share a port of it. A node whose budget is smaller than its part of its
     /// host's port has a port of its own. A port that was not measured counts as the fastest one.
     pub(crate) fn settle(
@@ -145,7 +145,7 @@ impl Claims {
         // Where servers are on no worker, no stream goes from rack to rack as in a ring.
         let is_colocated = cluster.servers() == Servers::Colocated;
         let mut core = if is_colocated { self.core(seen) } else { None };
-        level_fast(by_host.iter_mut().chain([&mut core]).flatten());
+        level_measured(by_host.iter_mut().flatten(), core.as_mut());
         by_host.iter_mut().chain([&mut core]).flatten().for_each(|r| *r = judge_measured(*r));
         let measured = |host: u16| {
             let rate = by_host[usize::from(host)]?;
@@ -261,7 +261,10 @@ impl Measuring {
                     .posts
                     .iter()
                     .filter_map(|(from, (_, sent))| sent.map(|(to, rate)| (*from, to, rate)));
-                self.seen.extend(sent);
+                for (from, to, rate) in sent {
+                    tracing::debug!(round, %from, %to, %rate, "measured a port");
+                    self.seen.push((from, to, rate));
+                }
                 match round {
                     ROUNDS => Step::Settled(complete.posts.values().map(|(a, _)| *a).collect()),
                     _ => Step::Tell(complete.answer(&Message::Proceed)),
@@ -333,7 +336,7 @@ mod tests {
         let two = Claims { interfaces: vec![2; 4], ..claims };
         let cluster = settled(&two, &twice);
         assert_eq!(cluster.core(), Some(rate(1700)));
-        assert_eq!(ports(&cluster)[0], (0, 1700));
+        assert_eq!(ports(&cluster)[0], (0, 1800));
     }
 
     /// Node 2 has the slow port: all that it sends and receives is slow. Its partners are fast with
@@ -369,6 +372,23 @@ mod tests {
         // Slow ones are told apart.
         let slow = [(0, 1, 9_000), (1, 0, 9_000), (2, 3, 940), (3, 2, 940)];
         assert_eq!(ports(&settled(&claims, &slow)), [(0, 9_000), (1, 9_000), (2, 940), (3, 940)]);
+    }
+
+    /// The same at 1 Gbit/s. What racks exchange is told apart: sums inside racks cross their links with fewer
+    /// bytes.
+    #[test]
+    fn ports_that_are_measured_beside_load_count_as_equal() {
+        let claims = claims(&[LinkRate::Measured; 4], &[0, 1, 2, 3]);
+        let busy = [(0, 1, 970), (1, 2, 560), (2, 3, 940), (3, 0, 960)];
+        let cluster = settled(&claims, &busy);
+        assert_eq!(ports(&cluster), [(0, 940), (1, 940), (2, 940), (3, 940)]);
+        assert!(cluster.in_a_ring().is_ring());
+        let other = [(0, 1, 2_350), (1, 0, 2_350), (2, 3, 940), (3, 2, 940)];
+        assert_eq!(ports(&settled(&claims, &other)), [(0, 2_400), (1, 2_400), (2, 940), (3, 940)]);
+        let claims = Claims { racks: vec![0, 0, 1, 1], ..claims };
+        let halves = [(0, 1, 940), (1, 2, 470), (2, 3, 940), (3, 0, 470), (1, 0, 940), (3, 2, 940)];
+        let cluster = settled(&claims, &halves);
+        assert_eq!((cluster.core(), cluster.in_a_ring().is_ring()), (Some(rate(470)), false));
     }
 
     #[test]

@@ -8,7 +8,8 @@
 //!
 //! What is sent are trains of bytes, each twice as long as the one before, until one takes long enough
 //! to be judged. The time of a train ends when its acknowledgement comes, so a node that is kept waiting
-//! makes a port look slower, never faster, and of several rounds the fastest counts.
+//! makes a port look slower, never faster. So trains of that length go on until the two fastest agree, and
+//! the fastest counts: of a round's trains, and of all rounds.
 
 use crate::Error;
 use crate::job::book::Book;
@@ -169,6 +170,8 @@ struct End<'a> {
     round_trip: Option<Duration>,
     /// Whether the first empty train has come.
     met: bool,
+    /// What trains of the last length were judged to be, the fastest first.
+    judged: Vec<Rate>,
     /// What was measured.
     rate: Option<Rate>,
     /// Whether trains of the other node come, or may.
@@ -216,6 +219,7 @@ impl<'a> End<'a> {
             train,
             round_trip: None,
             met: false,
+            judged: Vec::new(),
             rate: None,
             expects,
             ahead: VecDeque::new(),
@@ -340,11 +344,19 @@ impl<'a> End<'a> {
         };
         let enough = LONG_ENOUGH + (round_trip * ROUND_TRIPS).min(LONGEST_WAIT);
         if took < enough && train.bytes < LONGEST {
+            // A train that was held up by chance was taken for long enough.
+            self.judged.clear();
             self.train = Some(Train::new(train.bytes * 2, now));
             return;
         }
         let seconds = took.saturating_sub(round_trip).as_secs_f64();
-        self.rate = Some(Rate::of(train.bytes as u64, seconds));
+        self.judged.push(Rate::of(train.bytes as u64, seconds));
+        self.judged.sort_unstable_by(|a, b| b.cmp(a));
+        if self.judged.len() < MOST_TRAINS && !agree(&self.judged) {
+            self.train = Some(Train::new(train.bytes, now));
+            return;
+        }
+        self.rate = self.judged.first().copied();
         self.ahead.push_back(Word::Done);
     }
 
@@ -401,6 +413,11 @@ impl<'a> End<'a> {
     }
 }
 
+/// Whether the two fastest of `judged` differ by a tenth at most.
+fn agree(judged: &[Rate]) -> bool {
+    judged.get(1).is_some_and(|second| second.bits() >= judged[0].bits() / 10 * 9)
+}
+
 /// Bytes of a frame at most. Acknowledgements go between two frames.
 const PIECE: usize = 64 << 10;
 static SCRAP: [u8; PIECE] = [0; PIECE];
@@ -412,6 +429,8 @@ const LONGEST: usize = 8 << 20;
 /// and all trains of a round together take 17 ms.
 const LONG_ENOUGH: Duration = Duration::from_millis(5);
 const ROUND_TRIPS: u32 = 10;
+/// So many trains are judged at most. They take about 70 ms at 1 Gbit/s.
+const MOST_TRAINS: usize = 8;
 /// However long a round trip is, so many of them are not awaited.
 const LONGEST_WAIT: Duration = Duration::from_millis(100);
 /// How often a wait looks for bad news.
@@ -475,6 +494,44 @@ mod tests {
             // In virtual time: bytes of all trains, both ways at once.
             assert!(took < Duration::from_millis(50), "{took:?} at {mbit} Mbit/s");
         }
+    }
+
+    /// A machine that computes beside the measurement holds a train up now and then.
+    #[test]
+    fn trains_that_are_held_up_do_not_count() {
+        let (mut a, _b) = memory::tagged_pair(VirtualClock::new(), Shape::default());
+        let mut end = End::new((NodeId(0), NodeId(1)), &mut a, None, false);
+        (end.met, end.round_trip) = (true, Some(Duration::ZERO));
+        let now = Instant::now();
+        // What comes after a train of these bytes that took so long.
+        let mut after = |bytes, tenths_of_ms: u64| {
+            let took = Duration::from_micros(100 * tenths_of_ms);
+            end.judge(Train::new(bytes, now), now + took);
+            (end.train.take().map(|train| train.bytes), end.rate)
+        };
+        let long = 1 << 20;
+        // A short train took long enough by chance: the next one of its length says so.
+        assert_eq!(after(long / 2, 90), (Some(long / 2), None));
+        assert_eq!(after(long / 2, 43), (Some(long), None));
+        assert_eq!(after(long, 200), (Some(long), None));
+        assert_eq!(after(long, 85), (Some(long), None));
+        let fastest = Rate::of(long as u64, 0.0084);
+        assert_eq!(after(long, 84), (None, Some(fastest)));
+    }
+
+    /// Trains that never agree come to an end.
+    #[test]
+    fn so_many_trains_are_judged_at_most() {
+        let (mut a, _b) = memory::tagged_pair(VirtualClock::new(), Shape::default());
+        let mut end = End::new((NodeId(0), NodeId(1)), &mut a, None, false);
+        (end.met, end.round_trip) = (true, Some(Duration::ZERO));
+        let now = Instant::now();
+        let trains = (1..=MOST_TRAINS as u32).take_while(|number| {
+            end.judge(Train::new(LONGEST, now), now + LONG_ENOUGH * number.pow(2));
+            end.train.take().is_some()
+        });
+        assert_eq!(trains.count(), MOST_TRAINS - 1);
+        assert_eq!(end.rate, Some(Rate::of(LONGEST as u64, LONG_ENOUGH.as_secs_f64())));
     }
 
     /// Who sends to whom, in all rounds.

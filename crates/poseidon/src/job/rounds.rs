@@ -46,7 +46,7 @@ impl ControlLine {
         let question = Message::Query { key: WAITING.into() };
         let answer = self.ask(&question, patience, &|| JobState::Running);
         let Ok(Message::Answer { value: Some(value) }) = answer else { return None };
-        let open: Vec<Waiting> = serde_json::from_value(value).ok()?;
+        let open: Vec<Waiting> = serde_json::from_str(value.get()).ok()?;
         let awaits_program =
             |round: &Waiting| round.missing.contains(&self.me()) && !round.name.starts_with(BESIDE);
         open.into_iter().find(awaits_program)

@@ -402,7 +402,9 @@ impl PlanState {
             let header = Header { chunk: key, clock, value, marks, ..bare };
             let part = self.syncers[layer].part(key.index);
             let up = part.map(|part| part.up);
-            let round = part.map(|part| part.route).filter(|route| route.ring && way == Way::Down);
+            let round = part
+                .map(|part| part.route)
+                .filter(|route| way == Way::Down && route.ring.takes_results());
             let round =
                 round.map(|route| fan_out(&mut self.fan_outs, &self.tree, self.me.node, route));
             let to = match (&way, &round) {

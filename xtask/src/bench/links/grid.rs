@@ -12,6 +12,8 @@ use std::{fmt, fs, thread};
 pub(crate) enum What {
     /// A layer's gradient, through the shards
     Push,
+    /// The same in bf16; Gloo sums in bf16, too
+    Bf16,
     /// A fully connected layer's gradient, by factors
     Factors,
     /// A tensor of a group
@@ -150,6 +152,7 @@ impl What {
     pub(crate) fn name(self) -> &'static str {
         match self {
             Self::Push => "push",
+            Self::Bf16 => "bf16",
             Self::Factors => "factors",
             Self::AllReduce => "all_reduce",
         }

@@ -2,7 +2,7 @@
 
 use super::Payload;
 use anyhow::ensure;
-use poseidon::{Buffer, Clock, LayerId, Optimizer, Session};
+use poseidon::{Buffer, Clock, Encoding, LayerId, Optimizer, Session};
 use poseidon_core::optim::{Step, state_of};
 
 /// A model: gradients of its layers. The last layer's goes first, as in a backward pass.
@@ -24,14 +24,16 @@ pub(crate) const RATE: f32 = 0.01;
 const PERIOD: usize = 64;
 
 impl Gradients {
-    /// `layers` are those of the model, and how many numbers each has.
+    /// `layers` are those of the model, and how many numbers of this encoding each has.
     pub(super) fn new(
         session: &Session,
         layers: &[(LayerId, usize)],
+        encoding: Encoding,
         optimizer: &Optimizer,
     ) -> anyhow::Result<Self> {
-        let gradient =
-            |&(layer, len): &(LayerId, usize)| Gradient::new(session, layer, len, optimizer);
+        let gradient = |&(layer, len): &(LayerId, usize)| {
+            Gradient::new(session, layer, zeros(encoding, len), optimizer)
+        };
         Ok(Self(layers.iter().map(gradient).collect::<anyhow::Result<_>>()?))
     }
 }
@@ -39,7 +41,10 @@ impl Gradients {
 impl Payload for Gradients {
     fn fill(&mut self, iteration: u32) {
         for Gradient { gradient, rank, .. } in &mut self.0 {
-            fill(gradient, *rank, iteration);
+            match gradient.encoding() {
+                Encoding::F32 => fill(gradient, *rank, iteration),
+                half => *gradient = filled(half, gradient.len(), *rank, iteration),
+            }
         }
     }
 
@@ -51,7 +56,10 @@ impl Payload for Gradients {
     fn check(&mut self, iteration: u32) -> anyhow::Result<()> {
         for layer in &mut self.0 {
             let result = layer.parameters.as_ref().unwrap_or(&layer.gradient);
-            layer.reference.check(result, iteration)?;
+            match result.encoding() {
+                Encoding::F32 => layer.reference.check(result, iteration)?,
+                half => layer.reference.check_rounded(half, result.bytes(), iteration)?,
+            }
         }
         Ok(())
     }
@@ -61,16 +69,15 @@ impl Gradient {
     fn new(
         session: &Session,
         layer: LayerId,
-        len: usize,
+        gradient: Buffer,
         optimizer: &Optimizer,
     ) -> anyhow::Result<Self> {
         let mut parameters = None;
         if !optimizer.is_stateless() {
-            session.broadcast(layer, Buffer::zeroed(len))?;
+            session.broadcast(layer, zeros(gradient.encoding(), gradient.len()))?;
             parameters = Some(session.receive(layer)?.result);
         }
         let reference = Reference::new(session.workers(), optimizer);
-        let gradient = Buffer::zeroed(len);
         Ok(Self { layer, rank: session.rank(), gradient, parameters, reference })
     }
 
@@ -103,6 +110,21 @@ pub(super) fn fill(gradient: &mut [f32], rank: u16, iteration: u32) {
     }
 }
 
+/// The same in a buffer of half precision, whose memory nobody but the lanes writes.
+fn filled(encoding: Encoding, len: usize, rank: u16, iteration: u32) -> Buffer {
+    let (mut values, mut bits) = ([0.0; PERIOD], [0u16; PERIOD]);
+    fill(&mut values, rank, iteration);
+    encoding.encode(&values, bytemuck::cast_slice_mut(&mut bits));
+    Buffer::from_bits(encoding, bits.into_iter().cycle().take(len).collect())
+}
+
+fn zeros(encoding: Encoding, len: usize) -> Buffer {
+    match encoding {
+        Encoding::F32 => Buffer::zeroed(len),
+        half => Buffer::from_bits(half, vec![0; len]),
+    }
+}
+
 /// The same exchange done by one process on one period of the values.
 pub(super) struct Reference {
     workers: usize,
@@ -123,6 +145,43 @@ impl Reference {
 
     /// Takes the step of `iteration` and compares. Every iteration comes here, once and in order.
     pub(super) fn check(&mut self, result: &[f32], iteration: u32) -> anyhow::Result<()> {
+        self.step(iteration);
+        // Integers sum exactly in any order, so there is nothing to round.
+        let wrong = result.chunks(PERIOD).position(|got| *got != self.parameters[..got.len()]);
+        ensure!(
+            wrong.is_none(),
+            "iteration {iteration}: elements from {} on are {:?}, expected {:?}",
+            wrong.unwrap_or(0) * PERIOD,
+            result.chunks(PERIOD).nth(wrong.unwrap_or(0)),
+            self.parameters,
+        );
+        Ok(())
+    }
+
+    /// The same for results of half precision: they are rounded once.
+    fn check_rounded(
+        &mut self,
+        encoding: Encoding,
+        result: &[u8],
+        iteration: u32,
+    ) -> anyhow::Result<()> {
+        self.step(iteration);
+        let mut rounded = [0u16; PERIOD];
+        encoding.encode(&self.parameters, bytemuck::cast_slice_mut(&mut rounded));
+        let rounded: &[u8] = bytemuck::cast_slice(&rounded);
+        let wrong = result.chunks(rounded.len()).position(|got| *got != rounded[..got.len()]);
+        let Some(wrong) = wrong else { return Ok(()) };
+        let got: &[u8] = result.chunks(rounded.len()).nth(wrong).unwrap_or_default();
+        let mut values = vec![0.0; got.len() / encoding.width()];
+        encoding.decode(got, &mut values);
+        anyhow::bail!(
+            "iteration {iteration}: elements from {} on are {values:?}, expected {:?} in {encoding}",
+            wrong * PERIOD,
+            self.parameters,
+        )
+    }
+
+    fn step(&mut self, iteration: u32) {
         let mut sum = vec![0.0; PERIOD];
         for rank in 0..self.workers as u16 {
             let mut contribution = [0.0; PERIOD];
@@ -142,15 +201,5 @@ impl Reference {
                 state: state_of(&mut self.state),
             });
         }
-        // Integers sum exactly in any order, so there is nothing to round.
-        let wrong = result.chunks(PERIOD).position(|got| *got != self.parameters[..got.len()]);
-        ensure!(
-            wrong.is_none(),
-            "iteration {iteration}: elements from {} on are {:?}, expected {:?}",
-            wrong.unwrap_or(0) * PERIOD,
-            result.chunks(PERIOD).nth(wrong.unwrap_or(0)),
-            self.parameters,
-        );
-        Ok(())
     }
 }

@@ -1,10 +1,12 @@
 //! Questions to a coordinator, of somebody who is no node of its job.
 
 use crate::job::control::{Body, Message, Numbered, receive};
+use crate::job::live::{LIVE, LiveJob};
 use crate::{Error, RendezvousError};
 use poseidon_core::wire::NOBODY;
 use poseidon_core::{NodeId, Rate};
 use poseidon_link::{Address, Caller, Credentials, connect};
+use serde::de::DeserializeOwned;
 use serde_json::Value;
 use std::time::{Duration, Instant};
 
@@ -21,6 +23,19 @@ pub fn query(
     ask(address, credentials, &Message::Query { key: key.into() }, patience)
 }
 
+/// Asks the coordinator at `address` what its job does now.
+pub fn query_live(
+    address: &str,
+    credentials: &Credentials,
+    patience: Duration,
+) -> Result<LiveJob, Error> {
+    let job = ask(address, credentials, &Message::Query { key: LIVE.into() }, patience)?;
+    job.ok_or_else(|| {
+        let why = "it tells nothing of its job".into();
+        RendezvousError::Broken { address: address.into(), why }.into()
+    })
+}
+
 /// Has the coordinator at `address` tell `node`, or every node, what it may send to other hosts from
 /// now on. `None` is no limit. Returns the nodes that were told. A node that has left the job is not
 /// among them.
@@ -32,19 +47,16 @@ pub fn set_bandwidth_budget(
     patience: Duration,
 ) -> Result<Vec<NodeId>, Error> {
     let told = ask(address, credentials, &Message::Budget { rate, node }, patience)?;
-    serde_json::from_value(told.unwrap_or_default()).map_err(|e| {
-        let why = format!("expected the nodes that were told: {e}");
-        RendezvousError::Broken { address: address.into(), why }.into()
-    })
+    Ok(told.unwrap_or_default())
 }
 
-/// Says one thing to the coordinator at `address` and waits for its answer.
-fn ask(
+/// Says one thing to the coordinator at `address` and waits for its answer. None if it says nothing.
+fn ask<T: DeserializeOwned>(
     address: &str,
     credentials: &Credentials,
     message: &Message,
     patience: Duration,
-) -> Result<Option<Value>, Error> {
+) -> Result<Option<T>, Error> {
     let deadline = Instant::now() + patience;
     let caller = Caller::control(NOBODY);
     let mut stream = connect(&Address::Tcp(address.into()), caller, credentials, deadline)
@@ -56,7 +68,14 @@ fn ask(
     });
     let address = address.to_string();
     let why = match heard {
-        Ok(Numbered { message: Message::Answer { value }, .. }) => return Ok(value),
+        Ok(Numbered { message: Message::Answer { value }, .. }) => {
+            match value.map(|text| serde_json::from_str(text.get())).transpose() {
+                Ok(value) => return Ok(value),
+                Err(e) => format!(
+                    "its answer is not what was asked for, so it may be of another version: {e}"
+                ),
+            }
+        }
         Ok(Numbered { message: Message::Refused { reason }, .. }) => {
             return Err(RendezvousError::Refused { address, reason }.into());
         }
