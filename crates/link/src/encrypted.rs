@@ -153,7 +153,7 @@ impl<L: Link> Link for EncryptedLink<L> {
         self.inner.carrier()
     }
 
-    fn widen(&mut self, bytes: usize) -> io::Result<()> {
+    fn widen(&mut self, bytes: Option<usize>) -> io::Result<()> {
         self.inner.widen(bytes)
     }
 

@@ -125,10 +125,10 @@ pub trait Link: Send {
         None
     }
 
-    /// From now on, up to `bytes` bytes may be under way to this end. A connection between machines
-    /// begins with a small window. Fewer bytes than before change nothing: two ends that take back
+    /// From now on, up to `bytes` bytes may be under way to this end, or as many as the system thinks best
+    /// (`None`). A connection between machines begins with a small window. Fewer bytes than before change nothing: two ends that take back
     /// what they have offered may throw away each other's acknowledgements, and wait for ever.
-    fn widen(&mut self, bytes: usize) -> io::Result<()> {
+    fn widen(&mut self, bytes: Option<usize>) -> io::Result<()> {
         let _ = bytes;
         Ok(())
     }

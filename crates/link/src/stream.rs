@@ -338,13 +338,15 @@ impl Link for SocketLink {
         self.tags.as_mut()
     }
 
-    fn widen(&mut self, bytes: usize) -> io::Result<()> {
-        match self.carrier {
-            Carrier::Tcp if bytes > self.window => {
-                self.window = bytes;
-                window::widen(&self.socket, bytes)
-            }
-            _ => Ok(()),
+    fn widen(&mut self, bytes: Option<usize>) -> io::Result<()> {
+        let size = bytes.unwrap_or(usize::MAX);
+        if self.carrier != Carrier::Tcp || size <= self.window {
+            return Ok(());
+        }
+        self.window = size;
+        match bytes {
+            Some(bytes) => window::widen(&self.socket, bytes),
+            None => window::leave_to_the_system(&self.socket),
         }
     }
 

@@ -14,8 +14,8 @@ use poseidon_core::wire::{Hello, Purpose, Status};
 use poseidon_core::{Epoch, JobId, LaneId, NodeId, Rate, Tree, Windows};
 use poseidon_link::descriptors::{self, Need, Shortage};
 use poseidon_link::{
-    Address, BindError, Caller, ConnectError, Credentials, Listener, SOCKET_BUFFER, Serving,
-    Stream, address, address::Choice, connect, connect_unless, resolve,
+    Address, BindError, Caller, ConnectError, Credentials, Listener, Serving, Stream, address,
+    address::Choice, connect, connect_unless, resolve,
 };
 use poseidon_matrix::Unit;
 use std::collections::BTreeSet;
@@ -375,20 +375,21 @@ impl Opening<'_> {
                 true => window.map(|window| window.max(lone_window(lanes, rate, round_trip))),
                 false => window,
             };
-            window.filter(|_| !is_long(round_trip)).unwrap_or(SOCKET_BUFFER)
+            window.filter(|_| !is_long(round_trip))
         };
         // A neighbour in the ring that hears this host has as large a window for it as this host has for
         // the neighbour that it hears.
         let is_ring = book.cluster_of_links().is_ring();
         let hears = |a: NodeId, b: NodeId| is_ring && tree.senders(a, true).contains(&b);
         let heard_in_ring = links.iter().flatten().filter(|(node, _)| hears(me, *node));
-        let of_ring = heard_in_ring.map(|(node, link)| window(*node, link.round_trip())).min();
+        let of_ring = heard_in_ring.map(|(node, link)| window(*node, link.round_trip()));
+        let of_ring = of_ring.min_by_key(|bytes| bytes.unwrap_or(usize::MAX));
         for (node, link) in links.iter_mut().flatten() {
             let round_trip = link.round_trip();
             let bytes = window(*node, round_trip);
             let is_away = tree.host(*node) != tree.host(me);
             let theirs = of_ring.filter(|_| hears(*node, me)).unwrap_or(bytes);
-            let soon = theirs < LARGE_WINDOW;
+            let soon = theirs.is_some_and(|bytes| bytes < LARGE_WINDOW);
             if is_away && !is_long(round_trip) && !link.expect_answers(soon) && soon {
                 tracing::debug!(%node, "what is lost is sent again after the system's 200 ms");
             }
