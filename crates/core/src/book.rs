@@ -11,7 +11,7 @@ use serde::{Deserialize, Serialize};
 use std::collections::HashSet;
 
 /// The version of the book this build writes and reads.
-pub const BOOK_VERSION: u16 = 11;
+pub const BOOK_VERSION: u16 = 12;
 
 /// Cluster, addresses and model. The coordinator writes it when the last node has joined.
 ///

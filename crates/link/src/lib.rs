@@ -47,9 +47,10 @@ pub use names::resolve;
 pub use numa::NumaNode;
 pub use records::Records;
 pub use secret::{Credentials, Secret, SecretFileError, ShortSecret, random_bytes};
-pub use stream::{SOCKET_BUFFER, Stream};
+pub use stream::Stream;
 pub use tags::{Changed, Opener, Sealer, TAG_SIZE, Tag, Tagging, Tags};
 pub use text_server::TextServer;
+pub use window::SOCKET_BUFFER;
 
 use std::fmt;
 use std::io::{self, IoSlice, IoSliceMut};

@@ -3,7 +3,8 @@ use crate::encrypted::EncryptedLink;
 use crate::handshake::Protection;
 use crate::shared::{self, SharedLink};
 use crate::tags::Tags;
-use crate::{Carrier, Delivery, Link, window};
+use crate::window::{self, SOCKET_BUFFER};
+use crate::{Carrier, Delivery, Link};
 use mio::unix::SourceFd;
 use mio::{Interest, Registry, Token};
 use socket2::{Domain, Protocol, SockAddr, Socket, TcpKeepalive, Type};
@@ -14,14 +15,6 @@ use std::os::fd::AsRawFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
-
-/// Bytes asked for in each socket's send and receive buffer. The kernel may grant less
-/// (`net.core.wmem_max`, `net.core.rmem_max`). Links between hosts have smaller receive buffers
-/// ([`Link::widen`]).
-///
-/// It holds four chunks of the default size. From 256 KiB to 2 MiB on loopback, and from 256 KiB to
-/// 1 MiB on links of 1 Gbit/s, no size stood out from the noise; 128 KiB was slower on loopback.
-pub const SOCKET_BUFFER: usize = 1 << 20;
 
 /// Bytes that wait in a socket before they are sent, at most: two batches of a lane.
 ///

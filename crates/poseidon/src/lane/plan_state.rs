@@ -402,11 +402,9 @@ impl PlanState {
             let header = Header { chunk: key, clock, value, marks, ..bare };
             let part = self.syncers[layer].part(key.index);
             let up = part.map(|part| part.up);
-            let round = part
-                .map(|part| part.route)
-                .filter(|route| way == Way::Down && route.ring.takes_results());
-            let round =
-                round.map(|route| fan_out(&mut self.fan_outs, &self.tree, self.me.node, route));
+            let round = part.filter(|p| way == Way::Down && p.route.ring.takes_results());
+            let (fan_outs, me) = (&mut self.fan_outs, self.me.node);
+            let round = round.map(|part| fan_out(fan_outs, &self.tree, me, part.route));
             let to = match (&way, &round) {
                 (Way::Up { .. }, _) => up.as_slice(),
                 (Way::Down, Some(round)) => round,
