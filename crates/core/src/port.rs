@@ -66,8 +66,9 @@ pub fn merge_rates(rates: &mut [Rate]) {
 
 /// Makes the measured rates of `ports` equal that are not far from the fastest: they become their upper
 /// median. Where a port carries more than 2.75 Gbit/s, far is less than a quarter, and what passes between
-/// racks, the `core`, counts like a port. Elsewhere far is less than half: ports are sold with 1, 2.5 and 5
-/// Gbit/s. A rate above 11 Gbit/s counts as 11 Gbit/s here, because it may be that of the cores: beside one of
+/// racks, the `core`, counts like a port. Elsewhere far is less than half: ports are sold with 1 and 2.5
+/// Gbit/s. There a core is raised with the ports if it was measured at two thirds of the slowest of them: half
+/// a port is a usual link between racks. A rate above 11 Gbit/s counts as 11 Gbit/s here, because it may be that of the cores: beside one of
 /// 40 Gbit/s, 3.5 Gbit/s were measured at a port that is its equal.
 ///
 /// A measurement is as much of the cores as of the port. Four equal ports of 10 Gbit/s on two cores were
@@ -77,16 +78,24 @@ pub fn merge_rates(rates: &mut [Rate]) {
 /// have their rates given.
 pub fn level_measured<'a>(ports: impl Iterator<Item = &'a mut Rate>, core: Option<&'a mut Rate>) {
     let mut near: Vec<&mut Rate> = ports.collect();
-    near.sort_by(|a, b| b.cmp(a));
-    let fastest = near.first().map_or(0, |rate| rate.0.min(OF_CORES));
+    let fastest = near.iter().map(|rate| rate.0.min(OF_CORES)).max().unwrap_or(0);
     let is_fast = fastest > MULTI_GIGABIT;
-    near.extend(core.filter(|_| is_fast));
-    near.sort_by(|a, b| b.cmp(a));
     let far = if is_fast { 4 } else { 2 };
     near.retain(|rate| rate.0.saturating_mul(far) >= fastest);
-    if let Some(median) = near.get(near.len().saturating_sub(1) / 2).map(|rate| **rate) {
-        near.into_iter().for_each(|rate| *rate = median);
+    near.sort_by(|a, b| b.cmp(a));
+    let Some(slowest) = near.last().map(|rate| rate.0) else { return };
+    let median = |near: &[&mut Rate]| *near[(near.len() - 1) / 2];
+    let is_near = |core: &Rate| match is_fast {
+        true => core.0.saturating_mul(far) >= fastest,
+        // It was as wide as the ports, and is not any more when they are raised.
+        false => core.0 * 3 >= slowest * 2 && core.0 * 3 < median(&near).0 * 2,
+    };
+    if let Some(core) = core.filter(|core| is_near(core)) {
+        near.push(core);
+        near.sort_by(|a, b| b.cmp(a));
     }
+    let median = median(&near);
+    near.into_iter().for_each(|rate| *rate = median);
 }
 
 /// One connection that carries more may be at the limit of the cores, and not of the port.

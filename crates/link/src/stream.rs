@@ -336,11 +336,11 @@ impl Link for SocketLink {
         if self.carrier != Carrier::Tcp || size <= self.window {
             return Ok(());
         }
-        self.window = size;
-        match bytes {
-            Some(bytes) => window::widen(&self.socket, bytes),
-            None => window::leave_to_the_system(&self.socket),
+        if self.window < SOCKET_BUFFER || bytes.is_some() {
+            window::widen(&self.socket, bytes.unwrap_or(SOCKET_BUFFER))?;
         }
+        self.window = size;
+        if bytes.is_none() { window::leave_to_the_system(&self.socket) } else { Ok(()) }
     }
 
     fn expect_answers(&mut self, resend_soon: bool) -> bool {

@@ -14,9 +14,6 @@ use std::time::Duration;
 pub const SOCKET_BUFFER: usize = 1 << 20;
 /// The window that a connection between machines begins with.
 const FIRST: usize = 4 << 10;
-/// What Linux gives a connection at first.
-#[cfg(target_os = "linux")]
-const SYSTEMS_OWN: usize = 128 << 10;
 
 /// Connections of `socket`, which is new, begin with a small window that may become large.
 ///
@@ -48,20 +45,12 @@ pub(crate) fn widen(socket: &Socket, bytes: usize) -> io::Result<()> {
 /// From now on the system decides how many bytes may be under way, and how many wait to be sent: more, while
 /// more is used. A buffer that a program sets is cut to the machine's limit without a word, which is 208 KB
 /// unless somebody has raised it. What the system chooses may be 6 MB: on a way of 10 ms at 1 Gbit/s, 20 MB
-/// between two nodes took 0.8 s before, and take 0.2 s.
+/// between two nodes took 0.8 s before, and take 0.2 s. Kernels before 5.16 cannot do this.
 pub(crate) fn leave_to_the_system(socket: &Socket) -> io::Result<()> {
     #[cfg(target_os = "linux")]
-    {
-        resize(socket, SYSTEMS_OWN)?;
-        match options::leave_buffers_to_the_system(socket) {
-            Ok(()) => return Ok(()),
-            // Kernels before 5.16.
-            Err(error) => {
-                tracing::debug!(%error, "a receive window is as large as a program's may be")
-            }
-        }
-    }
-    resize(socket, SOCKET_BUFFER)
+    options::leave_buffers_to_the_system(socket)?;
+    let _ = socket;
+    Ok(())
 }
 
 fn resize(socket: &Socket, bytes: usize) -> io::Result<()> {
@@ -342,7 +331,7 @@ mod tests {
         assert!(facts.segment > 500 && facts.mtu > facts.segment, "{facts:?}");
     }
 
-    /// A machine's limit for buffers that programs set does not bound what the system chooses.
+    /// A buffer that a program has set stays as it is. One that the system chooses grows while it is used.
     #[cfg(target_os = "linux")]
     #[test]
     fn buffers_that_are_left_to_the_system_grow() {
@@ -351,10 +340,10 @@ mod tests {
         let (mut called, _) = listener.accept().unwrap();
         let socket = Socket::from(called.try_clone().unwrap());
         keep_small(&socket).unwrap();
+        let before = socket.recv_buffer_size().unwrap();
         assert_ne!(options::buffers_set_by_the_program(&socket).unwrap(), 0);
         leave_to_the_system(&socket).unwrap();
         assert_eq!(options::buffers_set_by_the_program(&socket).unwrap(), 0);
-        let before = socket.recv_buffer_size().unwrap();
         let sending = std::thread::spawn(move || {
             let piece = vec![7; 1 << 20];
             (0..100).try_for_each(|_| caller.write_all(&piece))

@@ -43,7 +43,9 @@ impl What {
     /// Its name in reports.
     pub(crate) fn name(self) -> &'static str {
         match self {
-            Self::Push { .. } => "push",
+            Self::Push { encoding: Encoding::F32, .. } => "push",
+            Self::Push { encoding: Encoding::Bf16, .. } => "push in bf16",
+            Self::Push { encoding: Encoding::F16, .. } => "push in f16",
             Self::Factors { .. } => "factors",
             Self::AllReduce => "all_reduce",
         }

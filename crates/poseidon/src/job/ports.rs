@@ -389,6 +389,9 @@ mod tests {
         let halves = [(0, 1, 940), (1, 2, 470), (2, 3, 940), (3, 0, 470), (1, 0, 940), (3, 2, 940)];
         let cluster = settled(&claims, &halves);
         assert_eq!((cluster.core(), cluster.in_a_ring().is_ring()), (Some(rate(470)), false));
+        // Racks that are joined as well as their hosts keep the ring beside load, too.
+        let busy = [(0, 1, 960), (1, 2, 630), (2, 3, 960), (3, 0, 630), (1, 0, 700), (3, 2, 700)];
+        assert!(settled(&claims, &busy).in_a_ring().is_ring());
     }
 
     #[test]

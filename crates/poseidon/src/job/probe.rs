@@ -429,7 +429,7 @@ const LONGEST: usize = 8 << 20;
 /// and all trains of a round together take 17 ms.
 const LONG_ENOUGH: Duration = Duration::from_millis(5);
 const ROUND_TRIPS: u32 = 10;
-/// So many trains are judged at most. They take about 70 ms at 1 Gbit/s.
+/// So many trains of one length are judged at most. They take about 70 ms at 1 Gbit/s.
 const MOST_TRAINS: usize = 8;
 /// However long a round trip is, so many of them are not awaited.
 const LONGEST_WAIT: Duration = Duration::from_millis(100);

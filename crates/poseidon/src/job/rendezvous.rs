@@ -14,8 +14,8 @@ use poseidon_core::wire::{Hello, Purpose, Status};
 use poseidon_core::{Epoch, JobId, LaneId, NodeId, Rate, Tree, Windows};
 use poseidon_link::descriptors::{self, Need, Shortage};
 use poseidon_link::{
-    Address, BindError, Caller, ConnectError, Credentials, Listener, Serving, Stream, address,
-    address::Choice, connect, connect_unless, resolve,
+    Address, BindError, Caller, ConnectError, Credentials, Listener, SOCKET_BUFFER, Serving,
+    Stream, address, address::Choice, connect, connect_unless, resolve,
 };
 use poseidon_matrix::Unit;
 use std::collections::BTreeSet;
@@ -375,7 +375,12 @@ impl Opening<'_> {
                 true => window.map(|window| window.max(lone_window(lanes, rate, round_trip))),
                 false => window,
             };
-            window.filter(|_| !is_long(round_trip))
+            match is_long(round_trip) {
+                // Before ports are measured, a busy start may look like a long way.
+                true if self.probers.is_empty() && tree.host(node) != tree.host(me) => None,
+                true => Some(SOCKET_BUFFER),
+                false => Some(window.unwrap_or(SOCKET_BUFFER)),
+            }
         };
         // A neighbour in the ring that hears this host has as large a window for it as this host has for
         // the neighbour that it hears.

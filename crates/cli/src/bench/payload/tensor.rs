@@ -1,7 +1,7 @@
 //! A tensor that a group sums in place.
 
 use super::Payload;
-use super::gradient::{Reference, fill};
+use super::gradient::{Reference, fill_whole};
 use poseidon::collectives::{Request, Tensor, Terms};
 use poseidon::{Dtype, Group, Optimizer, ReduceOp, Reduction, Session};
 use std::ptr::NonNull;
@@ -24,7 +24,7 @@ impl GroupTensor {
 
 impl Payload for GroupTensor {
     fn fill(&mut self, iteration: u32) {
-        fill(&mut self.values, self.group.rank(), iteration);
+        fill_whole(&mut self.values, self.group.rank(), iteration);
     }
 
     fn exchange(&mut self, session: &Session) -> anyhow::Result<()> {
