@@ -2,6 +2,7 @@
 
 use super::Session;
 use super::errors::raise;
+use poseidon::Pass;
 use pyo3::prelude::*;
 use std::path::PathBuf;
 
@@ -9,6 +10,21 @@ use std::path::PathBuf;
 #[pyfunction]
 fn record(session: &Session) -> PyResult<()> {
     session.session()?.record();
+    Ok(())
+}
+
+/// The program computes from now on, in a forward or in a backward pass.
+#[pyfunction]
+fn begin_pass(session: &Session, is_backward: bool) -> PyResult<()> {
+    let pass = if is_backward { Pass::Backward } else { Pass::Forward };
+    session.session()?.begin_pass(pass);
+    Ok(())
+}
+
+/// The pass is over.
+#[pyfunction]
+fn end_pass(session: &Session) -> PyResult<()> {
+    session.session()?.end_pass();
     Ok(())
 }
 
@@ -34,6 +50,8 @@ fn metrics_address(session: &Session) -> PyResult<Option<String>> {
 
 pub(super) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(record, module)?)?;
+    module.add_function(wrap_pyfunction!(begin_pass, module)?)?;
+    module.add_function(wrap_pyfunction!(end_pass, module)?)?;
     module.add_function(wrap_pyfunction!(scalar, module)?)?;
     module.add_function(wrap_pyfunction!(write_trace, module)?)?;
     module.add_function(wrap_pyfunction!(metrics_address, module)?)

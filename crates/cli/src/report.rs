@@ -218,6 +218,13 @@ pub(crate) enum What {
     Sync,
 }
 
+impl What {
+    /// Whether it is computing in a pass.
+    pub(crate) fn is_pass(self) -> bool {
+        matches!(self, Self::Forward | Self::Backward)
+    }
+}
+
 impl Report {
     /// Writes `report.json` and `report.html` into `dir`, which is made if need be, and returns the
     /// path of the page. Each file appears whole or not at all, the page last.

@@ -20,7 +20,7 @@ use crate::{Draw, Gradient, LoadError, Loss, Model, ModelError, Net, Phase};
 use log::Log;
 use poseidon::checkpoint::{Keep, TensorFacts, What as Part};
 use poseidon::session::{Builder, Saving};
-use poseidon::{Layer, LayerKind, Optimizer, Reduction, Session};
+use poseidon::{Layer, LayerKind, Optimizer, Pass, Reduction, Session};
 use sha2::{Digest, Sha256};
 use slot::{Alone, Slot};
 use slower::Slower;
@@ -179,10 +179,7 @@ impl Worker {
 
     /// The session, unless this worker trains alone.
     pub fn session(&self) -> Option<&Session> {
-        match &self.sync {
-            Sync::Poseidon(session) => Some(session),
-            Sync::Alone(_) => None,
-        }
+        self.sync.session()
     }
 
     /// Waits for what is in flight and for the other workers: the job is over.
@@ -392,6 +389,15 @@ impl Worker {
     }
 }
 
+impl Sync {
+    fn session(&self) -> Option<&Session> {
+        match self {
+            Self::Poseidon(session) => Some(session),
+            Self::Alone(_) => None,
+        }
+    }
+}
+
 /// What the devices of a worker share during a pass.
 struct Shared<'a> {
     sync: &'a Sync,
@@ -428,6 +434,8 @@ impl Shared<'_> {
                 self.log.note(layer, what, start, Instant::now());
             }
         };
+        let watched = self.sync.session().filter(|_| trains && device == 0);
+        watched.inspect(|session| session.begin_pass(Pass::Forward));
         for layer in 0..self.slots.len() {
             match &self.slots[layer] {
                 Some(slot) => {
@@ -435,6 +443,7 @@ impl Shared<'_> {
                     let start = Instant::now();
                     net.forward(layer, &values, self.phase);
                     note(layer, What::Forward, start);
+                    watched.inspect(|session| session.computed(slot.id));
                 }
                 None => {
                     let start = Instant::now();
@@ -447,6 +456,7 @@ impl Shared<'_> {
         if !trains || !loss.sum.is_finite() {
             return Ok(loss);
         }
+        watched.inspect(|session| session.begin_pass(Pass::Backward));
         for layer in (0..self.slots.len()).rev() {
             let start = Instant::now();
             let Some(slot) = &self.slots[layer] else {
@@ -456,6 +466,7 @@ impl Shared<'_> {
             };
             slot.backward(device, net, self.sync, self.log)?;
             note(layer, What::Backward, start);
+            watched.inspect(|session| session.computed(slot.id));
             if slot.arrive() && self.overlap != Overlap::None {
                 slot.send(self.sync, self.log, || net.factors(layer))?;
             }
@@ -463,6 +474,7 @@ impl Shared<'_> {
         if device == 0 {
             passes.keep();
         }
+        watched.inspect(|session| session.end_pass());
         Ok(loss)
     }
 }

@@ -81,4 +81,5 @@ pub use poseidon_device as device;
 pub use poseidon_link::Secret;
 pub use server::serve;
 pub use session::Session;
+pub use session::observed::Pass;
 pub use session::others::Awaited;

@@ -134,6 +134,12 @@ pub(super) fn time(page: &mut String, nodes: &[NodeReport], seconds: f64) {
     }
     let longest = nodes.iter().map(|node| spent(node).0 + spent(node).1);
     let whole = longest.fold(known(seconds), f64::max);
+    // A program need not say when it computes.
+    let computes = nodes.iter().any(|node| spent(node).0 > 0.0);
+    let rest = match computes {
+        true => "anything else: reading data, testing",
+        false => "everything else: computing, reading data, testing",
+    };
     let row = |node: &&NodeReport| {
         let name = node_name(node);
         let (compute, stall) = spent(node);
@@ -150,7 +156,7 @@ pub(super) fn time(page: &mut String, nodes: &[NodeReport], seconds: f64) {
             bars: vec![
                 bar("backward", 0.0, computed, "computing", compute),
                 bar("wait", computed, stalled, "waiting for communication", stall),
-                bar("other", stalled, 1.0, "anything else", other),
+                bar("other", stalled, 1.0, rest, other),
             ],
             value: format!("{} waiting", units::percent(stall / whole)),
             summary: false,
@@ -158,14 +164,9 @@ pub(super) fn time(page: &mut String, nodes: &[NodeReport], seconds: f64) {
         }
     };
     let mean_stall = nodes.iter().map(|node| spent(node).1).sum::<f64>() / nodes.len() as f64;
-    svg::legend(
-        page,
-        &[
-            ("backward", "computing"),
-            ("wait", "waiting for communication"),
-            ("other", "anything else: reading data, testing"),
-        ],
-    );
+    let entries =
+        [("backward", "computing"), ("wait", "waiting for communication"), ("other", rest)];
+    svg::legend(page, if computes { &entries } else { &entries[1..] });
     let chart = Chart {
         id: "time",
         title: "How each node spent its time",

@@ -133,7 +133,7 @@ fn node_report(node: &NodeTrace) -> NodeReport {
         role: node.summary.role.clone(),
         bytes_sent: sent,
         bytes_received: received,
-        compute_seconds: (node.summary.seconds - stall_seconds).max(0.0),
+        compute_seconds: sessions.iter().filter_map(|session| session.compute_seconds).sum(),
         stall_seconds,
         turnout: None,
     }
@@ -198,8 +198,7 @@ pub(crate) fn page(report: &JobReport) -> String {
     figure(
         &mut page,
         "Time by node",
-        "From the moment the node had joined; what is not waiting is computing, reading data, and \
-         anything else.",
+        "From the moment the node had joined.",
     );
     bars::time(&mut page, &report.nodes, report.seconds);
     page.push_str("</figure>\n</div>\n<h2>Communication</h2>\n");

@@ -19,7 +19,7 @@ pub(crate) struct NodeTrace {
 #[derive(Default)]
 pub(crate) struct Step {
     pub(crate) begin: Option<u64>,
-    /// Starts and ends are seconds since 1970 until the step's begin is taken off.
+    /// Starts and ends are microseconds since 1970. What is of no single layer has no name.
     events: Vec<(Track, String, What, u64, u64)>,
 }
 
@@ -58,6 +58,9 @@ pub(crate) struct SessionSummary {
     pub(crate) steps: u64,
     pub(crate) bytes_sent: u64,
     pub(crate) bytes_received: u64,
+    /// Of forward and backward passes, if the program says when it computes them.
+    #[serde(default)]
+    pub(crate) compute_seconds: Option<f64>,
     pub(crate) layers: Vec<LayerSummary>,
 }
 
@@ -130,6 +133,8 @@ impl NodeTrace {
             match (event.ph.as_str(), event.cat.as_str()) {
                 ("X", "wait") => of_step(&mut steps, What::Wait, event.ts, end),
                 ("X", "rebuild") => of_step(&mut steps, What::Rebuild, event.ts, end),
+                ("X", "forward") => of_step(&mut steps, What::Forward, event.ts, end),
+                ("X", "backward") => of_step(&mut steps, What::Backward, event.ts, end),
                 ("X", "send") => {
                     let of = steps.entry((*session, *step)).or_default();
                     of.begin = Some(of.begin.map_or(event.ts, |begin| begin.min(event.ts)));
@@ -149,10 +154,10 @@ impl NodeTrace {
 }
 
 impl Step {
-    /// What happened, in seconds since the step's begin, in the order in which layers were sent. Of each
-    /// layer the network comes first.
+    /// What happened, in seconds since the step's first pass began, or else since its first layer was sent.
     pub(crate) fn spans(&self) -> Vec<Span> {
-        let zero = self.begin.unwrap_or(0);
+        let passes = self.events.iter().filter(|(_, _, what, ..)| what.is_pass());
+        let zero = passes.map(|(.., begin, _)| *begin).chain(self.begin).min().unwrap_or(0);
         let mut sorted: Vec<_> = self.events.iter().collect();
         sorted.sort_by_key(|(.., begin, _)| *begin);
         let seconds = |time: u64| (time as i64 - zero as i64) as f64 / 1e6;

@@ -68,7 +68,7 @@ pub(super) fn draw_as(page: &mut String, id: &str, timeline: &Timeline) {
         .map(|&(what, meaning)| (class(what), meaning))
         .collect();
     if !gaps(&spans, (begin, end)).is_empty() {
-        entries.push((BETWEEN.0, BETWEEN.1));
+        entries.push((BETWEEN, between(&spans)));
     }
     svg::legend(page, &entries);
     let total = |what| {
@@ -100,19 +100,28 @@ pub(super) fn draw_as(page: &mut String, id: &str, timeline: &Timeline) {
 fn computing_bars(spans: &[&Span], whole: (f64, f64), axis: Axis) -> Vec<Bar> {
     let computing = on(spans, Track::Compute);
     let between = gaps(spans, whole).into_iter().map(|(start, end)| Bar {
-        class: BETWEEN.0.into(),
+        class: BETWEEN.into(),
         lane: 0,
         from: axis.share(start * 1e3),
         to: axis.share(end * 1e3),
         tip: format!(
             "{}, {} (from {:.2} to {:.2} ms)",
-            BETWEEN.1,
+            between(spans),
             units::duration(end - start),
             start * 1e3,
             end * 1e3
         ),
     });
     computing.iter().map(|span| single(span, axis)).chain(between).collect()
+}
+
+/// What the program did when it neither computed a layer nor waited for one. If it does not say when it
+/// computes, it did that, too.
+fn between(spans: &[&Span]) -> &'static str {
+    match spans.iter().any(|span| span.what.is_pass()) {
+        true => "between layers: reading data, loss, updates",
+        false => "the program's own: computing, reading data, loss, updates",
+    }
 }
 
 /// When the worker neither computed a layer nor waited for one, if that took long enough to be seen.
@@ -147,7 +156,7 @@ impl Layer<'_> {
 fn grouped<'a>(spans: &[&'a Span]) -> Vec<Vec<Layer<'a>>> {
     let mut layers: Vec<Layer<'a>> = Vec::new();
     let mut index = HashMap::new();
-    for span in spans {
+    for span in spans.iter().filter(|span| !span.layer.is_empty()) {
         let at = *index.entry(span.layer.as_str()).or_insert_with(|| {
             layers.push(Layer { name: &span.layer, spans: Vec::new() });
             layers.len() - 1
@@ -201,13 +210,14 @@ fn bar(name: &str, what: What, (start, end): (f64, f64), axis: Axis) -> Bar {
         What::Wait => "computing waits",
         What::Sync => "synchronising",
     };
+    let name = if name.is_empty() { String::new() } else { format!("{name}: ") };
     Bar {
         class: class(what).into(),
         lane: usize::from(what == What::Sync),
         from: axis.share(start * 1e3),
         to: axis.share(end * 1e3),
         tip: format!(
-            "{name}: {doing}, {} (from {:.2} to {:.2} ms)",
+            "{name}{doing}, {} (from {:.2} to {:.2} ms)",
             units::duration(end - start),
             start * 1e3,
             end * 1e3
@@ -246,8 +256,8 @@ const LEGEND: [(What, &str); 5] = [
     (What::Wait, "computing waits for the layer"),
     (What::Sync, "synchronising: sent until received"),
 ];
-/// The class and the name of what is none of the others.
-const BETWEEN: (&str, &str) = ("other", "between layers: reading data, loss, updates");
+/// The class of what is none of the others.
+const BETWEEN: &str = "other";
 /// Shorter gaps cannot be seen.
 const LEAST_GAP: f64 = 0.002;
 /// About a screenful.

@@ -459,6 +459,7 @@ impl Watched {
             "steps": self.trace.steps(),
             "bytes_sent": bytes_sent,
             "bytes_received": bytes_received,
+            "compute_seconds": self.trace.computed_nanos().map(|nanos| nanos as f64 / 1e9),
             "layers": self.book.job.layers.iter().enumerate().map(of_layer).collect::<Vec<_>>(),
         })
     }

@@ -252,9 +252,15 @@ impl Consignment {
         }
     }
 
-    /// Something has happened on the device to the layer, which is at `clock`.
-    pub(crate) fn note(&self, what: What, clock: Clock) {
-        self.trace.happened(what, self.layer.index(), clock.0);
+    /// The layer, which is at `clock`, was copied from or to its device. The copies began at `begin`; if that
+    /// is not known, when the layer was sent.
+    pub(crate) fn note_copied(&self, what: What, clock: Clock, begin: Option<u64>) {
+        self.trace.copied(what, self.layer.index(), clock.0, begin);
+    }
+
+    /// The time, if it is needed because something is noted.
+    pub(crate) fn now(&self) -> Option<u64> {
+        self.trace.now()
     }
 
     /// Whether all lanes have finished their part.

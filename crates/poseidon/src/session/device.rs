@@ -246,6 +246,7 @@ impl Session {
             device: into.as_ref().unwrap_or(&from).address,
             missing: stage.chunks.len(),
             stage,
+            returning: None,
             is_given_up: false,
             _lent: (from, into),
         };
@@ -385,6 +386,8 @@ struct LayerCargo {
     /// Where results go.
     device: u64,
     missing: usize,
+    /// When the first result was copied, if that is noted.
+    returning: Option<u64>,
     is_given_up: bool,
     _lent: (OnDevice, Option<OnDevice>),
 }
@@ -394,14 +397,18 @@ impl Cargo for LayerCargo {
         if let (Some(exchange), Some(piece)) = (&self.exchange, self.stage.pieces.get(index)) {
             self.consignment.send(exchange, &piece.run, &piece.lanes);
             if index + 1 == self.stage.pieces.len() {
-                self.consignment.note(What::LeftDevice, exchange.clock);
+                self.consignment.note_copied(What::LeftDevice, exchange.clock, None);
             }
         }
     }
 
     fn collect(&mut self, copy: &mut dyn FnMut(Copy)) -> Collected {
         let (stage, device) = (&self.stage, self.device);
-        let mut order = |run: &Range<usize>| copy(stage.copy(run, device));
+        let (consignment, returning) = (&self.consignment, &mut self.returning);
+        let mut order = |run: &Range<usize>| {
+            *returning = returning.or_else(|| consignment.now());
+            copy(stage.copy(run, device));
+        };
         // Neighbours that have come together are copied together.
         let mut run: Option<Range<usize>> = None;
         let missing = &mut self.missing;
@@ -434,7 +441,8 @@ impl Cargo for LayerCargo {
         if !self.is_given_up {
             // The session takes the exchange apart when everybody has let go of it.
             if let Some(exchange) = self.exchange.take() {
-                self.consignment.note(What::OnDevice, exchange.clock);
+                let begin = self.returning;
+                self.consignment.note_copied(What::OnDevice, exchange.clock, begin);
             }
             self.consignment.finish();
         }
@@ -457,6 +465,8 @@ struct FactorCargo {
     is_written: bool,
     /// What is still to leave.
     leaving: usize,
+    /// When the results were copied, if that is noted.
+    returning: Option<u64>,
     is_given_up: bool,
     into: u64,
     _lent: (Vec<OnDevice>, OnDevice),
@@ -478,6 +488,7 @@ impl FactorCargo {
             step,
             is_written: false,
             leaving: copies.max(1),
+            returning: None,
             is_given_up: false,
             into: lent.1.address,
             _lent: lent,
@@ -494,7 +505,7 @@ impl Cargo for FactorCargo {
                 // SAFETY: all copies to the block are done, and the lanes are told only now.
                 unsafe { self.pinned.matrices.blank_own(self.me, clock, rows) };
             }
-            self.consignment.note(What::LeftDevice, clock);
+            self.consignment.note_copied(What::LeftDevice, clock, None);
             self.consignment.send_factors(clock, rows, terms);
         }
     }
@@ -503,6 +514,7 @@ impl Cargo for FactorCargo {
         if self.consignment.is_back() {
             let (clock, _, _) = self.step;
             let (start, bytes) = self.pinned.matrices.memory(clock);
+            self.returning = self.consignment.now();
             copy(Copy::whole(self.into, start, bytes));
             return Collected::All;
         }
@@ -515,7 +527,7 @@ impl Cargo for FactorCargo {
 
     fn landed(&mut self) {
         if !self.is_given_up {
-            self.consignment.note(What::OnDevice, self.step.0);
+            self.consignment.note_copied(What::OnDevice, self.step.0, self.returning);
             self.consignment.finish();
         }
     }

@@ -11,7 +11,7 @@ mod checkpoint;
 mod device_checks;
 mod factors;
 mod gather;
-mod observed;
+pub(crate) mod observed;
 pub(crate) mod others;
 mod rates;
 mod replan;

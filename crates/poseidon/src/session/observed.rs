@@ -1,6 +1,8 @@
 //! What a training program can show of its node to people.
 
-use crate::{Error, Session};
+pub use crate::trace::Pass;
+
+use crate::{Error, LayerId, Session};
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 
@@ -10,6 +12,23 @@ impl Session {
     /// for anything.
     pub fn record(&self) {
         self.node.observed.recorder.switch_on();
+    }
+
+    /// The program's threads compute `pass` from now on. So people can see when it computes, and not
+    /// only when it waits. What a backward pass has computed belongs to the layer that is sent next.
+    /// Costs nothing while nothing is [recorded](Session::record).
+    pub fn begin_pass(&self, pass: Pass) {
+        self.parts.trace.begin_pass(Some(pass));
+    }
+
+    /// The pass has computed `layer`: all it did since it began, or since the layer before this one.
+    pub fn computed(&self, layer: LayerId) {
+        self.parts.trace.computed(layer);
+    }
+
+    /// The pass that [began](Session::begin_pass) is over.
+    pub fn end_pass(&self) {
+        self.parts.trace.begin_pass(None);
     }
 
     /// Writes what this node has noted so far into `folder`, and returns the path of the file. The file

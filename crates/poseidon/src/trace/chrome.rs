@@ -5,7 +5,7 @@
 //! overlap. Times are microseconds since 1970 by the machine's clock, so files of several nodes have
 //! one axis.
 
-use super::{Record, Recorder, What};
+use super::{NO_LAYER, Record, Recorder, What};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 use std::io::{self, Write};
@@ -69,7 +69,7 @@ fn events(
     let (begin, end) = (recorder.wall_micros(record.begin), recorder.wall_micros(record.end));
     let name = names.of(record);
     let args = json!({"layer": name, "step": clock, "session": channel});
-    let step = format!("{name} #{clock}");
+    let step = if name.is_empty() { format!("#{clock}") } else { format!("{name} #{clock}") };
     let slice = |cat: &str, name: String, args: Value| {
         json!({"ph": "X", "cat": cat, "name": name, "pid": pid, "tid": tid, "ts": begin,
                "dur": end - begin, "args": args})
@@ -92,6 +92,8 @@ fn events(
         What::Send => vec![slice("send", format!("send {step}"), args.clone())],
         What::Wait => vec![slice("wait", format!("wait for {step}"), args.clone())],
         What::Rebuild => vec![slice("rebuild", format!("rebuild {step}"), args.clone())],
+        What::Forward => vec![slice("forward", format!("forward {step}"), args.clone())],
+        What::Backward => vec![slice("backward", format!("backward {step}"), args.clone())],
         What::Busy => vec![slice("lane", "busy".into(), json!({"bytes": more}))],
         What::Flight if more > 0 => {
             span("layer", id(layer), json!({"layer": name, "step": clock, "unfinished": true}))
@@ -99,8 +101,9 @@ fn events(
         What::Flight => span("layer", id(layer), args),
         // Operations of a group overlap each other.
         What::Operation => span("collective", id(clock as u32), args),
-        What::LeftDevice => vec![instant(format!("{step} has left the device"), end)],
-        What::OnDevice => vec![instant(format!("{step} is on the device"), end)],
+        // Copies of several layers overlap.
+        What::LeftDevice => span("copy out", id(layer), args),
+        What::OnDevice => span("copy in", id(layer), args),
         What::Part => {
             let out = (more > 0)
                 .then(|| instant(format!("{step}: last chunk out"), recorder.wall_micros(more)));
@@ -110,11 +113,14 @@ fn events(
 }
 
 impl Names {
-    /// What the record's layer or operation is called.
+    /// What the record's layer or operation is called. Empty if it is about no single layer.
     fn of(&self, record: &Record) -> String {
         let Record { channel, layer, .. } = *record;
         if record.what == What::Operation {
             return (self.operation)(layer).into();
+        }
+        if layer == NO_LAYER {
+            return String::new();
         }
         let known = self.layers.get(&channel).and_then(|layers| layers.get(layer as usize));
         known.cloned().unwrap_or_else(|| format!("layer {layer} of session {channel}"))
@@ -150,16 +156,16 @@ impl Threads {
             let name = if *count == 1 { name.into() } else { format!("{name} {count}") };
             names.insert(first + *count, name);
         };
-        // A thread that sends or waits is the program's, whatever else it does.
-        let is_program = |record: &&Record| matches!(record.what, What::Send | What::Wait);
+        // A thread that sends, waits or computes is the program's, whatever else it does.
+        let is_program = |record: &&Record| {
+            matches!(record.what, What::Send | What::Wait | What::Forward | What::Backward)
+        };
         for record in records.iter().filter(is_program) {
             add(record.thread, true, "program");
         }
         for record in records {
-            match record.what {
-                What::Rebuild => add(record.thread, false, "rebuild"),
-                What::LeftDevice | What::OnDevice => add(record.thread, false, "copier"),
-                _ => {}
+            if record.what == What::Rebuild {
+                add(record.thread, false, "rebuild");
             }
         }
         for record in records.iter().filter(|r| matches!(r.what, What::Part | What::Busy)) {
@@ -172,7 +178,7 @@ impl Threads {
     fn tid(&self, record: &Record) -> u32 {
         match record.what {
             What::Part | What::Busy => FIRST_LANE + record.thread,
-            What::Flight | What::Operation => NO_THREAD,
+            What::Flight | What::Operation | What::LeftDevice | What::OnDevice => NO_THREAD,
             _ => self.tids.get(&record.thread).copied().unwrap_or(NO_THREAD),
         }
     }

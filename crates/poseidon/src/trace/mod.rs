@@ -23,6 +23,7 @@ mod session;
 pub(crate) use chrome::{Facts, Names, write};
 pub(crate) use group::{BegunOperation, GroupTrace};
 use ring::Ring;
+pub use session::Pass;
 pub(crate) use session::SessionTrace;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -101,7 +102,7 @@ pub(crate) struct Record {
     pub(crate) what: What,
     /// The session's or group's channel.
     pub(crate) channel: u32,
-    /// The layer; of an operation of a group, the number of its kind.
+    /// The layer, or [`NO_LAYER`]; of an operation of a group, the number of its kind.
     pub(crate) layer: u32,
     /// The layer's clock; of an operation, its number in the group.
     pub(crate) clock: u64,
@@ -123,11 +124,15 @@ pub(crate) enum What {
     Wait,
     /// A gradient was rebuilt from factors.
     Rebuild,
+    /// The program computed in a forward pass.
+    Forward,
+    /// The program computed in a backward pass.
+    Backward,
     /// A layer was in flight, from when it was sent until its last part was back.
     Flight,
-    /// The last piece of a layer had left a device.
+    /// A layer left its device, from when it was sent until its last piece was in host memory.
     LeftDevice,
-    /// The last result of a layer was on its device.
+    /// Results of a layer were copied to its device, from the first copy to the end of the last.
     OnDevice,
     /// A layer was in flight on one lane.
     Part,
@@ -137,7 +142,9 @@ pub(crate) enum What {
     Operation,
 }
 
-/// Records of threads that are kept: for 160 layers, which make three each a step, 68 steps.
+/// Of a record that is about no single layer.
+pub(crate) const NO_LAYER: u32 = u32::MAX;
+/// Records of threads that are kept: for 160 layers, which make four each a step, 51 steps.
 const EVENTS: usize = 1 << 15;
 /// The same of threads that wrote while another one did.
 const SPARE_EVENTS: usize = 1 << 12;
@@ -314,10 +321,12 @@ fn halves(word: u64) -> (u32, u32) {
     ((word >> 32) as u32, word as u32)
 }
 
-const ALL: [What; 9] = [
+const ALL: [What; 11] = [
     What::Send,
     What::Wait,
     What::Rebuild,
+    What::Forward,
+    What::Backward,
     What::Flight,
     What::LeftDevice,
     What::OnDevice,

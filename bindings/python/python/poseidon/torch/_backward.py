@@ -131,11 +131,23 @@ class Backward(nn.Module):
         settle(self._factored)
         if self._update == "server":
             take_gradients(self._factored)
+        self._note_pass(is_backward=True)
         for unit in self._units:
             unit.begin()
         early, self._early = self._early, []
         for member in early if self._early_pass == torch._C._current_graph_task_id() else ():
             self._on_gradient(member, member.parameter)
+
+    @torch.compiler.disable
+    def _note_pass(self, is_backward: bool) -> None:
+        """From now on the program computes: traces and reports show it."""
+        if self._session is not None:
+            _native.begin_pass(self._session, is_backward)
+
+    @torch.compiler.disable
+    def _note_pass_end(self) -> None:
+        if self._session is not None:
+            _native.end_pass(self._session)
 
     @or_abort
     def _on_output(self, _: Tensor) -> None:
@@ -240,6 +252,7 @@ class Backward(nn.Module):
     def _finish_backward(self) -> None:
         self._in_backward = False
         assert self._session is not None
+        self._note_pass_end()
         self._send_the_rest()
         for factored in self._leaving:
             unpatch(factored)

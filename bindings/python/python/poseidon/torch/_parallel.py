@@ -195,10 +195,12 @@ class DistributedDataParallel(Forward, DdpInterface):
         self._begin_forward()
         if self._is_alone:
             return self.module(*args, **kwargs)
+        self._note_pass(is_backward=False)
         if self._watched:
             result = self.module(*args, **kwargs)
         else:
             result = self._watched_forward(*args, **kwargs)
+        self._note_pass_end()
         self._hook_outputs(result)
         return result
 
