@@ -272,6 +272,7 @@ const ELSEWHERE: &[(&str, &str, &[&str])] = &[
             "cargo install --locked --path crates/cli",
             "pip install bindings/python",
             "pip wheel --no-deps --wheel-dir wheels bindings/python",
+            "pip install wheels/poseidon-*.whl",
         ],
     ),
     (
