@@ -149,24 +149,6 @@ $ mpirun -n 2 python mnist_cnn.py
 says test accuracy
 "
 
-    /// What stands in for ssh stays on this machine.
-    programs_are_started_over_ssh: "
-needs openssl
-printf '#!/bin/sh\\nshift\\nexec sh -c \"$*\"\\n' > ../bin/ssh
-chmod +x ../bin/ssh
-$ export POSEIDON_SECRET=$(openssl rand -hex 32)
-$ rank=0
-$ for host in node1 node2 node3 node4; do
->   ssh $host RANK=$rank WORLD_SIZE=4 MASTER_ADDR=node1 MASTER_PORT=29500 \
-    POSEIDON_SECRET=$POSEIDON_SECRET python train.py &
->   rank=$((rank + 1))
-> done
-loop=$said
-$ wait
-said=$loop
-says test accuracy
-"
-
     a_network_card_is_chosen: "
 for card in eth0 eth1; do
   ip link add $card type veth peer name peer-of-$card
@@ -181,13 +163,6 @@ $ export POSEIDON_ADDRESS=eth0,eth1
 poseidon launch -n 2 -- poseidon doctor &> $said
 says eth0
 says eth1
-"
-
-    large_packets_pass: "
-needs ping '(iputils)'
-with ping => ping -c 1
-$ ping -M do -s 8972 node2
-says 1 received
 "
 
     a_running_job_is_asked_and_told: "
@@ -297,6 +272,7 @@ const ELSEWHERE: &[(&str, &str, &[&str])] = &[
             "cargo install --locked --path crates/cli",
             "pip install bindings/python",
             "pip wheel --no-deps --wheel-dir wheels bindings/python",
+            "pip install wheels/poseidon-*.whl",
         ],
     ),
     (
@@ -307,6 +283,11 @@ const ELSEWHERE: &[(&str, &str, &[&str])] = &[
             "srun -n 4 ./program",
             "srun --ntasks-per-node 1 poseidon doctor --save cluster.json",
         ],
+    ),
+    (
+        "crates/cli/tests/slurm.rs",
+        "fn a_batch_job_goes_on_after_a_node_was_lost()",
+        &["sbatch examples/slurm/train.sbatch"],
     ),
     (
         "crates/cli/tests/sshd.rs",
