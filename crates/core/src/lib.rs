@@ -2,9 +2,9 @@
 //!
 //! * [`layer`], [`cluster`]: what is trained, and on which nodes.
 //! * [`port`], [`share`]: what a node's port carries, and how much its servers hold for that.
-//! * [`budget`]: how fast a node may send.
+//! * [`budget`]: how fast a node may send. [`admission`]: how much of its own it has on the way.
 //! * [`tree`]: hosts and racks, and how sums pass through them.
-//! * [`book`]: what every node knows about the job: the two, the nodes' addresses, and an epoch.
+//! * [`book`]: what every node knows about the job: its layers, its nodes and their addresses, and an epoch.
 //! * [`consistency`]: how far apart the clocks of workers may be.
 //! * [`overlap`]: how much of synchronising may run beside computing.
 //! * [`cost`], [`scheme`]: what it costs to synchronise a layer, and the cheapest exact way.
@@ -23,6 +23,7 @@
 //! asked to reduce.
 #![forbid(unsafe_code)]
 
+pub mod admission;
 pub mod book;
 pub mod budget;
 pub mod chunk;
@@ -55,6 +56,7 @@ mod ids;
 mod job_id;
 mod violation;
 
+pub use admission::Admission;
 pub use book::{Book, CheckpointAt, Checkpoints, Job, NodeFacts};
 pub use budget::{Allowance, Budget};
 pub use byte_size::ByteSize;

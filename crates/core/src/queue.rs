@@ -67,6 +67,11 @@ impl<T> Queue<T> {
         Some(taken)
     }
 
+    /// The message that goes next.
+    pub fn pop(&mut self) -> Option<T> {
+        self.waiting.pop().map(|waiting| waiting.message)
+    }
+
     /// Whether nothing waits.
     pub fn is_empty(&self) -> bool {
         self.waiting.is_empty()

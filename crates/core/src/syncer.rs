@@ -46,6 +46,9 @@ pub struct Part {
     /// Whether this worker's contribution stays on its node, because the node is the chunk's server or
     /// collects for it. Otherwise the contribution goes to `up`.
     pub collects: bool,
+    /// Whether the sum of this worker's host is the first on the way, so that it [waits for its
+    /// turn](crate::Admission).
+    pub begins: bool,
     /// Whether other nodes have the result from this one.
     pub passes_on: bool,
     /// The elements of the layer that the chunk covers.
@@ -72,9 +75,10 @@ impl Syncer {
                 let up = tree.parent(me, route).unwrap_or(me);
                 let from = tree.source(me, route).unwrap_or(me);
                 let collects = tree.collects(me, route);
+                let begins = tree.begins(me, route);
                 let passes_on = (collects || route.ring.takes_results())
                     && !tree.receivers(me, route).is_empty();
-                Some(Part { key, route, up, from, collects, passes_on, range })
+                Some(Part { key, route, up, from, collects, begins, passes_on, range })
             })
             .collect();
         let arrived = vec![u64::MAX; parts.len().div_ceil(64)].into();

@@ -235,6 +235,17 @@ impl Tree {
         node == route.root || leads() && !(alone() && last())
     }
 
+    /// Whether the way of sums begins at `node`: it sends its host's to another host, and all other hosts add
+    /// theirs to it. So it does in a ring, and between two hosts.
+    pub fn begins(&self, node: NodeId, route: Route) -> bool {
+        let (host, to) = (self.host(node), self.host(route.root));
+        let is_first = match route.ring.takes_sums() {
+            true => self.host_after(host) == to,
+            false => self.hosts.len() == 2,
+        };
+        host != to && is_first && self.collector(host, route) == Some(node)
+    }
+
     /// Whether `node` sends something towards the root: it is a worker, and not the root.
     pub fn contributes(&self, node: NodeId, route: Route) -> bool {
         let workers = &self.hosts[usize::from(self.host(node))].workers;

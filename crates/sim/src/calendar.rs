@@ -18,6 +18,8 @@ pub(crate) enum Event {
     CopiedOut(u16),
     /// A worker's next result is on its device.
     CopiedBack(u16),
+    /// More chunks may begin at a node.
+    Turn(u16),
     /// A node's port or memory is free for the segment that waits for it.
     Begin(u32),
     /// A node's segment is out.

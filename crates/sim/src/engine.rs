@@ -4,7 +4,8 @@ use crate::Error;
 use crate::calendar::{Calendar, Event, Time};
 use crate::copies::{CopyOrder, LayerCopies};
 use crate::fabric::{Done, Fabric};
-use crate::node::{Flat, JobFacts, Landed, Node};
+use crate::flat::Flat;
+use crate::node::{JobFacts, Landed, Node};
 use crate::outcome::{Halt, LayerTimeline, Rebuilt};
 use crate::peers::Peers;
 use crate::rebuild::Sent;
@@ -40,7 +41,9 @@ impl<'a> Engine<'a> {
         }
         let payload = |layer| setup.adam_push(layer).map(|bytes| bytes as u32);
         let copies = LayerCopies::of_layers(setup, &plan);
-        let is_flat = plan.tree().is_flat() && !setup.cluster.is_ring();
+        // Between two hosts chunks begin one after the other.
+        let takes_turns = ids().all(|layer| payload(layer).is_none()) && setup.cluster.nodes() == 2;
+        let is_flat = plan.tree().is_flat() && !setup.cluster.is_ring() && !takes_turns;
         let flat = is_flat.then(|| Flat::new(&plan, &setup.cluster, &copies, payload));
         let mut workers = Peers::none(setup.cluster.nodes());
         setup.cluster.worker_ids().for_each(|worker| workers.insert(worker.index()));
@@ -110,6 +113,10 @@ impl<'a> Engine<'a> {
                     self.handle_copied_back(NodeId(worker));
                     continue;
                 }
+                Event::Turn(node) => {
+                    self.take_turn(NodeId(node));
+                    continue;
+                }
                 _ => {}
             }
             match self.fabric.handle(event, &mut self.calendar) {
@@ -137,6 +144,7 @@ impl<'a> Engine<'a> {
                         &mut |multicast| fabric.enqueue(to, multicast),
                     );
                     self.fabric.pump(to, &mut self.calendar);
+                    self.expect_turn(to);
                     self.copy_back(to);
                     if back {
                         self.handle_back(to, frame.chunk.layer.index(), frame.clock.into());
@@ -275,6 +283,27 @@ impl<'a> Engine<'a> {
             &mut |multicast| fabric.enqueue(id, multicast),
         );
         self.fabric.pump(id, &mut self.calendar);
+        self.expect_turn(id);
+    }
+
+    /// Chunks that wait at a node may begin now.
+    fn take_turn(&mut self, id: NodeId) {
+        let (now, fabric) = (self.now(), &mut self.fabric);
+        if !fabric.is_alive(id) {
+            return;
+        }
+        let sink = &mut |multicast| fabric.enqueue(id, multicast);
+        self.nodes[id.index()].handle_turn(&self.facts, now, sink);
+        self.fabric.pump(id, &mut self.calendar);
+        self.expect_turn(id);
+    }
+
+    /// Looks at a node again when more may begin, even if nothing comes.
+    fn expect_turn(&mut self, id: NodeId) {
+        if let Some(at) = self.nodes[id.index()].poll_turn() {
+            let at = Time::from_seconds(at.as_secs_f64()).max(self.calendar.now());
+            self.calendar.enter(at, Event::Turn(id.0));
+        }
     }
 
     /// Tells a worker's copy engine to bring a layer to the host.

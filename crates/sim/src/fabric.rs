@@ -264,8 +264,11 @@ impl Fabric {
             Event::Delivered(id) => return self.deliver_in_order(id, calendar),
             Event::Timer(id) => self.look_at_timer(id, calendar),
             Event::Failed(node) => self.alive[usize::from(node)] = false,
-            Event::Computed(_) | Event::Rebuilt(_) | Event::CopiedOut(_) | Event::CopiedBack(_) => {
-            }
+            Event::Computed(_)
+            | Event::Rebuilt(_)
+            | Event::CopiedOut(_)
+            | Event::CopiedBack(_)
+            | Event::Turn(_) => {}
         }
         Done::Nothing
     }

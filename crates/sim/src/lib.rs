@@ -21,6 +21,7 @@ mod copies;
 mod engine;
 mod error;
 mod fabric;
+mod flat;
 mod measure;
 mod multicast;
 mod node;

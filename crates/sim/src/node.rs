@@ -1,16 +1,17 @@
 //! What one node holds: core's syncers, gatherers and shards, in the place of a session's lanes.
 
 use crate::copies::{Back, LayerCopies};
+use crate::flat::{Flat, Push};
 use crate::multicast::{Frame, Multicast, Part};
 use crate::outcome::Wait;
 use crate::peers::Peers;
+use poseidon_core::queue::urgency;
 use poseidon_core::store::{Completed, Outcome, Way};
 use poseidon_core::wire::{Header, Kind};
 use poseidon_core::{
-    ChunkKey, Clock, Cluster, Gather, Layer, LayerId, NodeId, Plan, Route, Shard, Store, Syncer,
-    Tree, Violation,
+    Admission, ChunkKey, Clock, Cluster, Gather, Layer, LayerId, NodeId, Plan, Route, Shard, Store,
+    Syncer, Tree, Violation,
 };
-use std::ops::Range;
 use std::rc::Rc;
 use std::time::Duration;
 
@@ -33,21 +34,6 @@ pub(crate) struct JobFacts<'a> {
     pub(crate) places: Tree,
 }
 
-/// What a thousand workers share if every contribution goes straight to its server.
-pub(crate) struct Flat {
-    /// By layer and piece: the chunks that a worker pushes.
-    pushes: Vec<Vec<Vec<Push>>>,
-    /// By layer and lane: the syncer that every worker begins with.
-    syncers: Vec<Vec<Syncer>>,
-}
-
-/// At most one chunk of a layer for each server.
-struct Push {
-    servers: Peers,
-    /// By server: its chunk.
-    parts: Rc<Vec<Part>>,
-}
-
 pub(crate) struct Node {
     id: NodeId,
     /// By lane; none if the node is not a server and collects for none.
@@ -55,7 +41,19 @@ pub(crate) struct Node {
     /// None if the node is not a worker.
     layers: Vec<Tracked>,
     completed: Vec<Completed>,
+    /// By lane: chunks that begin here.
+    beginnings: Vec<Admission<Beginning>>,
+    /// When the node is looked at again because of them.
+    turn: Option<Duration>,
     landed: Vec<Landed>,
+}
+
+/// What a node sends of a chunk that begins there.
+enum Beginning {
+    /// The contribution of its worker, at a clock.
+    Own(ChunkKey, Clock),
+    /// The sum of its host's workers.
+    Sum(Completed),
 }
 
 /// What is in the host's memory and has to be copied to the worker's device.
@@ -107,6 +105,11 @@ impl JobFacts<'_> {
             Some(_) => self.workers_but(node),
             None => self.peers(&self.plan.tree().receivers(node, route)),
         }
+    }
+
+    /// The lane that has `chunk`.
+    fn lane(&self, chunk: ChunkKey) -> usize {
+        self.plan.shard(chunk).map_or(0, |shard| shard.lane.index())
     }
 
     /// The way of a frame of factors.
@@ -180,6 +183,8 @@ impl Node {
             stores: lanes().filter(|_| server || facts.flat.is_none()).map(store).collect(),
             layers: layers.map(tracked).collect(),
             completed: Vec::new(),
+            beginnings: lanes().map(|_| Admission::new(facts.cluster, id)).collect(),
+            turn: None,
             landed: Vec::new(),
         }
     }
@@ -241,7 +246,15 @@ impl Node {
                     own.push(part.key);
                     continue;
                 }
-                let frame = push(part.key, facts.plan.payload(part.key, Kind::Push) as u32);
+                let payload = facts.plan.payload(part.key, Kind::Push);
+                if part.begins {
+                    let lane = facts.lane(part.key);
+                    let order = urgency(Kind::Push, layer);
+                    let beginning = Beginning::Own(part.key, clock);
+                    self.beginnings[lane].handle_ready(order, payload, beginning);
+                    continue;
+                }
+                let frame = push(part.key, payload as u32);
                 let peers = facts.peers([&part.up]);
                 tracked.unsent += facts.multicast(me, (frame, None), peers, sink);
             }
@@ -259,8 +272,27 @@ impl Node {
         for chunk in own {
             self.contribute(facts, self.id, chunk, clock, now);
         }
-        self.poll_completed(facts, sink);
+        self.poll_completed(facts, now, sink);
         self.finish_if_done(facts, layer);
+    }
+
+    /// Chunks that wait here may begin now.
+    pub(crate) fn handle_turn(
+        &mut self,
+        facts: &JobFacts<'_>,
+        now: Duration,
+        sink: &mut FrameSink<'_>,
+    ) {
+        self.turn = None;
+        self.poll_beginnings(facts, now, sink);
+    }
+
+    /// When the node is to be [looked at](Self::handle_turn) again, if that was not said before.
+    pub(crate) fn poll_turn(&mut self) -> Option<Duration> {
+        let next = self.beginnings.iter().filter_map(Admission::wake).min();
+        let next = next.filter(|next| self.turn.is_none_or(|turn| *next < turn))?;
+        self.turn = Some(next);
+        Some(next)
     }
 
     /// A frame has come. True if a layer that the worker may wait for is back.
@@ -305,11 +337,13 @@ impl Node {
                 tracked.unsent += facts.pass_on(self.id, frame, part.map(|part| part.route), sink);
                 let last = syncer.handle_landed(chunk.index);
                 self.note_landed(facts, chunk, clock);
+                self.note_back(facts, chunk);
+                self.poll_beginnings(facts, now, sink);
                 last && self.finish_if_done(facts, chunk.layer)
             }
             _ => {
                 self.contribute(facts, from, chunk, clock, now);
-                self.poll_completed(facts, sink)
+                self.poll_completed(facts, now, sink)
             }
         }
     }
@@ -368,8 +402,7 @@ impl Node {
     ) {
         let length = facts.plan.payload(chunk, Kind::Push) as u32;
         let header = Header { chunk, clock, ..Header::bare(Kind::Push, from, length) };
-        let lane = facts.plan.shard(chunk).map_or(0, |shard| shard.lane.index());
-        let store = &mut self.stores[lane];
+        let store = &mut self.stores[facts.lane(chunk)];
         let loan = match from == self.id {
             true => lawful(store.handle_loan(&header, now)),
             false => None,
@@ -380,56 +413,112 @@ impl Node {
 
     /// Sends on what is complete: sums to the node above, results to those who have contributed.
     /// True if a layer of this node's worker is back by it.
-    fn poll_completed(&mut self, facts: &JobFacts<'_>, sink: &mut FrameSink<'_>) -> bool {
+    fn poll_completed(
+        &mut self,
+        facts: &JobFacts<'_>,
+        now: Duration,
+        sink: &mut FrameSink<'_>,
+    ) -> bool {
         let mut back = false;
         let stores = self.stores.iter_mut();
         self.completed.extend(stores.flat_map(|store| std::iter::from_fn(|| store.poll_answer())));
-        while let Some(Completed { key, clock, way, result, .. }) = self.completed.pop() {
-            let lent = matches!(result, Outcome::Lent);
-            let lane = facts.plan.shard(key).map_or(0, |shard| shard.lane.index());
-            // A dedicated server tracks no layers.
-            let tracked = self.layers.get_mut(key.layer.index());
-            let (kind, peers) = match (way, &tracked) {
-                (Way::Up { kind, .. }, Some(tracked)) => {
-                    let part = tracked.syncers.iter().find_map(|syncer| syncer.part(key.index));
-                    (kind, facts.peers(part.map(|part| &part.up)))
+        while let Some(completed) = self.completed.pop() {
+            let key = completed.key;
+            match (completed.way, self.bytes_begun(facts, key)) {
+                (Way::Up { kind, .. }, Some(bytes)) => {
+                    let (order, sum) = (urgency(kind, key.layer), Beginning::Sum(completed));
+                    self.beginnings[facts.lane(key)].handle_ready(order, bytes, sum);
                 }
-                (Way::Up { .. }, None) => {
-                    unreachable!("workers collect for others, servers do not")
-                }
-                (Way::To(worker), _) => {
-                    let mut peers = facts.peers([&worker]);
-                    peers.remove(self.id.index());
-                    (Kind::Update, peers)
-                }
-                (Way::Down, _) if facts.flat.is_some() => {
-                    (Kind::Update, facts.workers_but(self.id))
-                }
-                (Way::Down, _) => {
-                    let round = facts.plan.route(key).filter(|route| route.ring.takes_results());
-                    let peers = round.map(|route| facts.receivers(self.id, route));
-                    let mut peers =
-                        peers.unwrap_or_else(|| facts.peers(self.stores[lane].contributors(key)));
-                    peers.remove(self.id.index());
-                    (Kind::Update, peers)
-                }
-            };
-            let payload = facts.plan.payload(key, kind) as u32;
-            let frame = Frame { kind, chunk: key, clock: clock.0 as u32, payload, lent };
-            let multicasts = facts.multicast(self.id, (frame, None), peers, sink);
-            if let Some(tracked) = tracked {
-                tracked.unsent += if lent { multicasts } else { 0 };
-                let mut syncers = tracked.syncers.iter_mut();
-                let to_me = way == Way::Down || way == Way::To(self.id);
-                let last = to_me && syncers.any(|s| s.handle_landed(key.index));
-                if to_me {
-                    self.note_landed(facts, key, clock);
-                }
-                back |= last && self.finish_if_done(facts, key.layer);
+                _ => back |= self.send_completed(facts, completed, sink),
             }
-            if let Outcome::Held(sum) = result {
-                self.stores[lane].release(sum);
+        }
+        self.poll_beginnings(facts, now, sink);
+        back
+    }
+
+    /// Sends what may begin now.
+    fn poll_beginnings(&mut self, facts: &JobFacts<'_>, now: Duration, sink: &mut FrameSink<'_>) {
+        for lane in 0..self.beginnings.len() {
+            while let Some(beginning) = self.beginnings[lane].poll_begin(now) {
+                match beginning {
+                    Beginning::Own(chunk, clock) => {
+                        let tracked = &mut self.layers[chunk.layer.index()];
+                        let part = tracked.syncers.iter().find_map(|s| s.part(chunk.index));
+                        let peers = facts.peers(part.map(|part| &part.up));
+                        let payload = facts.plan.payload(chunk, Kind::Push) as u32;
+                        let clock = clock.0 as u32;
+                        let frame = Frame { kind: Kind::Push, chunk, clock, payload, lent: true };
+                        tracked.unsent += facts.multicast(self.id, (frame, None), peers, sink);
+                    }
+                    Beginning::Sum(completed) => drop(self.send_completed(facts, completed, sink)),
+                }
             }
+        }
+    }
+
+    /// What a chunk that begins here has to send. `None` if it does not.
+    fn bytes_begun(&self, facts: &JobFacts<'_>, chunk: ChunkKey) -> Option<usize> {
+        let tracked = self.layers.get(chunk.layer.index()).filter(|_| facts.flat.is_none())?;
+        let part = tracked.syncers.iter().find_map(|syncer| syncer.part(chunk.index))?;
+        part.begins.then(|| facts.plan.payload(chunk, Kind::Push))
+    }
+
+    /// The result of `chunk` is back: if it has begun here, another one may.
+    fn note_back(&mut self, facts: &JobFacts<'_>, chunk: ChunkKey) {
+        if let Some(bytes) = self.bytes_begun(facts, chunk) {
+            self.beginnings[facts.lane(chunk)].handle_back(bytes);
+        }
+    }
+
+    /// True if a layer of this node's worker is back by it.
+    fn send_completed(
+        &mut self,
+        facts: &JobFacts<'_>,
+        Completed { key, clock, way, result, .. }: Completed,
+        sink: &mut FrameSink<'_>,
+    ) -> bool {
+        let lent = matches!(result, Outcome::Lent);
+        let (mut back, lane) = (false, facts.lane(key));
+        // A dedicated server tracks no layers.
+        let tracked = self.layers.get_mut(key.layer.index());
+        let (kind, peers) = match (way, &tracked) {
+            (Way::Up { kind, .. }, Some(tracked)) => {
+                let part = tracked.syncers.iter().find_map(|syncer| syncer.part(key.index));
+                (kind, facts.peers(part.map(|part| &part.up)))
+            }
+            (Way::Up { .. }, None) => {
+                unreachable!("workers collect for others, servers do not")
+            }
+            (Way::To(worker), _) => {
+                let mut peers = facts.peers([&worker]);
+                peers.remove(self.id.index());
+                (Kind::Update, peers)
+            }
+            (Way::Down, _) if facts.flat.is_some() => (Kind::Update, facts.workers_but(self.id)),
+            (Way::Down, _) => {
+                let round = facts.plan.route(key).filter(|route| route.ring.takes_results());
+                let peers = round.map(|route| facts.receivers(self.id, route));
+                let mut peers =
+                    peers.unwrap_or_else(|| facts.peers(self.stores[lane].contributors(key)));
+                peers.remove(self.id.index());
+                (Kind::Update, peers)
+            }
+        };
+        let payload = facts.plan.payload(key, kind) as u32;
+        let frame = Frame { kind, chunk: key, clock: clock.0 as u32, payload, lent };
+        let multicasts = facts.multicast(self.id, (frame, None), peers, sink);
+        if let Some(tracked) = tracked {
+            tracked.unsent += if lent { multicasts } else { 0 };
+            let mut syncers = tracked.syncers.iter_mut();
+            let to_me = way == Way::Down || way == Way::To(self.id);
+            let last = to_me && syncers.any(|s| s.handle_landed(key.index));
+            if to_me {
+                self.note_landed(facts, key, clock);
+            }
+            back |= last && self.finish_if_done(facts, key.layer);
+        }
+        if let Outcome::Held(sum) = result {
+            self.stores[lane].release(sum);
         }
         back
     }
@@ -472,58 +561,8 @@ impl Tracked {
     }
 }
 
-impl Flat {
-    /// What the workers of `plan` share. `copies` has the layers' pieces. `payload` says of a layer
-    /// how many bytes a chunk of it has on the way to its server, if these are not the gradient.
-    pub(crate) fn new(
-        plan: &Plan,
-        cluster: &Cluster,
-        copies: &[LayerCopies],
-        payload: impl Fn(LayerId) -> Option<u32>,
-    ) -> Self {
-        let layers = || (0..plan.layers() as u32).map(LayerId);
-        // Results come to all workers from the same servers.
-        let syncers: Vec<_> =
-            layers().map(|layer| syncers(plan, cluster, NodeId(0), layer)).collect();
-        let pushes = |layer: LayerId| {
-            let (syncers, payload) = (&syncers[layer.index()], payload(layer));
-            let pieces = copies[layer.index()].pieces.iter();
-            pieces.map(|piece| pushes(cluster, syncers, &piece.chunks, payload)).collect()
-        };
-        Self { pushes: layers().map(pushes).collect(), syncers }
-    }
-}
-
-/// What `syncers`, those of a layer, tell a worker to send of the chunks of a `piece`; `payload` bytes
-/// a chunk, if it is not the gradient.
-fn pushes(
-    cluster: &Cluster,
-    syncers: &[Syncer],
-    piece: &Range<u32>,
-    payload: Option<u32>,
-) -> Vec<Push> {
-    let nodes = cluster.nodes();
-    let mut pushes: Vec<(Peers, Vec<Part>)> = Vec::new();
-    let mut chunks = vec![0; nodes];
-    let parts = |syncer| Syncer::parts(syncer).iter().map(move |part| (syncer, part));
-    let of_piece = |(_, part): &(_, &poseidon_core::syncer::Part)| piece.contains(&part.key.index);
-    for (syncer, part) in syncers.iter().flat_map(parts).filter(of_piece) {
-        let server = part.server().index();
-        if chunks[server] == pushes.len() {
-            pushes.push((Peers::none(nodes), vec![Part::default(); nodes]));
-        }
-        let (servers, parts) = &mut pushes[chunks[server]];
-        chunks[server] += 1;
-        servers.insert(server);
-        let gradient = syncer.encodings().up.bytes(part.range.len()) as u32;
-        parts[server] = Part { index: part.key.index, payload: payload.unwrap_or(gradient) };
-    }
-    let push = |(servers, parts): (_, Vec<_>)| Push { servers, parts: Rc::new(parts) };
-    pushes.into_iter().map(push).collect()
-}
-
 /// By lane: what counts off `layer` on worker `me`, if the layer does not go by factors.
-fn syncers(plan: &Plan, cluster: &Cluster, me: NodeId, layer: LayerId) -> Vec<Syncer> {
+pub(crate) fn syncers(plan: &Plan, cluster: &Cluster, me: NodeId, layer: LayerId) -> Vec<Syncer> {
     let lanes = cluster.lane_ids().filter(|_| plan.factors(layer).is_none());
     let syncer = |lane| Syncer::new(plan, me, layer, lane);
     lanes.map(syncer).filter(|syncer| !syncer.is_empty()).collect()

@@ -195,11 +195,7 @@ pub(crate) fn page(report: &JobReport) -> String {
     );
     waits(&mut page, report);
     page.push_str("</figure>\n");
-    figure(
-        &mut page,
-        "Time by node",
-        "From the moment the node had joined.",
-    );
+    figure(&mut page, "Time by node", "From the moment the node had joined.");
     bars::time(&mut page, &report.nodes, report.seconds);
     page.push_str("</figure>\n</div>\n<h2>Communication</h2>\n");
     figure(

@@ -438,10 +438,11 @@ unsafe impl Channel for SessionLane {
             out.send(node, message);
         });
         attended.map_err(|breach| self.out_of_turn(breach))?;
-        polled.wake = self.state.next_roll();
-        self.state.poll_completed(|node, message| {
+        self.state.poll_completed(now, |node, message| {
             out.send(node, message);
         });
+        let wakes = [self.state.next_roll(), self.state.next_beginning()];
+        polled.wake = wakes.into_iter().flatten().min();
         while let Some(kept) = self.state.poll_kept() {
             // A program that has stopped writing its checkpoint needs it no more.
             let _ = self.keeper.send(kept);

@@ -5,7 +5,9 @@
 //! through the closures given to `handle_send`, `handle_send_factors` and `poll_completed`.
 
 mod attendance;
+mod beginning;
 mod carried;
+mod gathering;
 mod message;
 mod noted;
 
@@ -16,16 +18,18 @@ use crate::memory::exchange::{Exchange, Lent};
 use crate::memory::factors::{FactorMatrices, Rows};
 use attendance::Attendance;
 pub(crate) use attendance::Breach;
+use beginning::Beginning;
 pub(crate) use carried::Piece;
+use gathering::Gathering;
 use message::{about, contribution, to_send};
 use noted::Noted;
 use poseidon_core::queue::urgency;
 use poseidon_core::store::{Completed, Contribution, Outcome, Stall, Way};
 use poseidon_core::syncer::Part;
-use poseidon_core::wire::{Header, Kind, Terms};
+use poseidon_core::wire::{Header, Kind};
 use poseidon_core::{
-    ChunkKey, Clock, Cluster, Epoch, Gather, LayerId, NodeId, Plan, Route, Shard, Store, Syncer,
-    Tree, Violation,
+    Admission, ChunkKey, Clock, Cluster, Epoch, Gather, LayerId, NodeId, Plan, Route, Shard, Store,
+    Syncer, Tree, Violation,
 };
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::ops::Range;
@@ -52,6 +56,8 @@ pub(crate) struct PlanState {
     /// Chunks of this node's worker that its own shard [holds back](Store::holds_back).
     held: BTreeSet<ChunkKey>,
     completed: Vec<Completed>,
+    /// Chunks that begin here: what this node has to send of them.
+    beginning: Admission<Beginning>,
     /// What has come to this node and goes on to others.
     passing: Vec<Passing>,
     /// By node: the frame whose payload comes from it now, and where the payload goes.
@@ -68,14 +74,6 @@ pub(crate) struct PlanState {
 /// Results of this many bytes or more go past the cache. With fewer bytes two workers of a host are
 /// a tenth slower if results go past the cache; with more they are faster (ADR 0008).
 const LARGE: usize = 32 << 20;
-
-/// One lane's part in gathering the factors of one layer.
-struct Gathering {
-    gather: Gather,
-    matrices: Arc<FactorMatrices>,
-    /// Sent, and not yet reported to the session.
-    in_flight: bool,
-}
 
 /// A payload that has come, and that other nodes have from this one.
 struct Passing {
@@ -140,6 +138,7 @@ impl PlanState {
             own: VecDeque::new(),
             held: BTreeSet::new(),
             completed: Vec::new(),
+            beginning: Admission::new(cluster, me.node),
             passing: Vec::new(),
             board,
             noted: None,
@@ -178,19 +177,20 @@ impl PlanState {
             sent.map_err(|violation| (ChunkKey { layer, index: 0 }, violation))?;
         }
         self.exchanges[layer.index()] = Some(exchange.clone());
-        for part in self.syncers[layer.index()].parts().iter().filter(is_ready) {
-            let header = contribution(self.me.node, part.key, &part.range, &exchange);
+        let syncer = &self.syncers[layer.index()];
+        for part in syncer.parts().iter().filter(is_ready) {
             if part.collects {
                 self.own.push_back(part.key);
-            } else {
-                let payload = match self.lent(part.key) {
-                    Some(lent) if header.length > 0 => Payload::Region(lent.gradient_region()),
-                    _ => Payload::None,
-                };
+            } else if part.begins {
+                let (kind, bytes) = (exchange.kind, syncer.encodings().up.bytes(part.range.len()));
+                let own = Beginning::Own(part.key);
+                self.beginning.handle_ready(urgency(kind, layer), bytes, own);
+            } else if let Some(message) = self.own_contribution(part.key) {
                 self.unsent[layer.index()] += 1;
-                send(part.up, about(header, payload, layer));
+                send(part.up, message);
             }
         }
+        self.poll_beginning(now, &mut send);
         // A chunk that no other worker has contributed to is lent to the shard, which makes the sum
         // in it. Only the other chunks are work.
         for _ in 0..self.own.len() {
@@ -202,40 +202,6 @@ impl PlanState {
                 self.own.push_back(chunk);
             }
         }
-        Ok(())
-    }
-
-    /// The training program's factors of `layer` are in its matrix. Gives `send` a message for
-    /// every chunk and every node that has it from this one.
-    pub(crate) fn handle_send_factors(
-        &mut self,
-        layer: LayerId,
-        (clock, rows, terms): (Clock, usize, Terms),
-        mut send: impl FnMut(NodeId, Message),
-    ) -> Result<(), (ChunkKey, Violation)> {
-        let Some(gathering) = &mut self.gathers[layer.index()] else { return Ok(()) };
-        let Gathering { gather, matrices, in_flight } = gathering;
-        let layout = &matrices.layout;
-        let chunks = gather
-            .handle_send(clock, rows, terms.rate, terms.marks.wait_for_all())
-            .map_err(|violation| (ChunkKey { layer, index: 0 }, violation))?;
-        *in_flight = true;
-        self.noted.iter_mut().for_each(|noted| noted.begun(layer, clock));
-        self.board.note_marks(terms.marks, Clock(clock.0 + layout.lead));
-        for (chunk, range) in chunks {
-            let length = layout.encoding.bytes(range.len()) as u32;
-            let bare = Header::bare(Kind::Factors, self.me.node, length);
-            let header = Header { chunk, value: terms.rate, marks: terms.marks, clock, ..bare };
-            let Some(route) = layout.route(chunk.index) else { continue };
-            // SAFETY: the session has written these rows of this lane, and touches them no more.
-            let rows = unsafe { Rows::own(matrices.clone(), self.me.node, clock, range.clone()) };
-            for &node in &*fan_out(&mut self.fan_outs, &self.tree, self.me.node, route) {
-                let payload = to_send(&rows);
-                self.unsent[layer.index()] += 1;
-                send(node, about(header, payload, layer));
-            }
-        }
-        self.finish_if_gathered(layer);
         Ok(())
     }
 
@@ -368,6 +334,7 @@ impl PlanState {
         if let Some(landings) = exchange.and_then(|exchange| exchange.landings.as_ref()) {
             landings.note(chunk.index);
         }
+        self.note_back(chunk);
         if self.syncers[chunk.layer.index()].handle_landed(chunk.index) {
             self.finish_if_done(chunk.layer);
         }
@@ -382,68 +349,78 @@ impl PlanState {
 
     /// Gives `send` what has become complete: sums for the node above, results for those who have
     /// contributed. And what others have from this node.
-    pub(crate) fn poll_completed(&mut self, mut send: impl FnMut(NodeId, Message)) {
-        while let Some(Completed { key, clock, way, marks, result }) =
-            self.completed.pop().or_else(|| self.store.poll_answer())
-        {
-            let layer = key.layer.index();
-            let lent = self.lent(key);
-            let length = match (&result, &lent) {
-                (Outcome::Held(values), _) => values.bytes().len(),
-                (Outcome::Lent, Some(lent)) => lent.gradient().len(),
-                (Outcome::Lent, None) => unreachable!("a loan ends after its chunk is complete"),
-                (Outcome::Nothing, _) => 0,
-            };
-            let (kind, value) = match way {
-                Way::Up { kind, rate } => (kind, rate),
-                Way::Down | Way::To(_) => (Kind::Update, 0.0),
-            };
-            let bare = Header::bare(kind, self.me.node, length as u32);
-            let header = Header { chunk: key, clock, value, marks, ..bare };
-            let part = self.syncers[layer].part(key.index);
-            let up = part.map(|part| part.up);
-            let round = part.filter(|p| way == Way::Down && p.route.ring.takes_results());
-            let (fan_outs, me) = (&mut self.fan_outs, self.me.node);
-            let round = round.map(|part| fan_out(fan_outs, &self.tree, me, part.route));
-            let to = match (&way, &round) {
-                (Way::Up { .. }, _) => up.as_slice(),
-                (Way::Down, Some(round)) => round,
-                (Way::Down, None) => self.store.contributors(key),
-                (Way::To(worker), _) => std::slice::from_ref(worker),
-            };
-            for &node in to.iter().filter(|node| **node != self.me.node) {
-                let message = match (&result, &lent) {
-                    (Outcome::Held(values), _) => {
-                        let urgency = urgency(kind, key.layer);
-                        Message::new(header, Payload::Shared(values.clone()), urgency, HELD_RESULT)
-                    }
-                    (Outcome::Lent, Some(lent)) => {
-                        self.unsent[layer] += 1;
-                        about(header, Payload::Region(lent.gradient_region()), key.layer)
-                    }
-                    (Outcome::Lent, None) => unreachable!("judged above"),
-                    (Outcome::Nothing, _) => {
-                        Message::new(header, Payload::None, urgency(kind, key.layer), HELD_RESULT)
-                    }
-                };
-                send(node, message);
-            }
-            // On a dedicated server no layer is ever in flight.
-            let to_me = way == Way::Down || way == Way::To(self.me.node);
-            if let Some(lent) = lent.filter(|_| to_me) {
-                self.board.note_marks(marks, clock);
-                self.syncers[layer].handle_own(clock);
-                lent.land(&result);
-                self.handle_landed(key);
-            }
-            if let Outcome::Held(values) = result {
-                self.store.release(values);
+    pub(crate) fn poll_completed(&mut self, now: Duration, mut send: impl FnMut(NodeId, Message)) {
+        while let Some(completed) = self.completed.pop().or_else(|| self.store.poll_answer()) {
+            match self.beginning_of(&completed) {
+                Some((urgency, bytes)) => {
+                    let sum = Beginning::Sum(Box::new(completed));
+                    self.beginning.handle_ready(urgency, bytes, sum);
+                }
+                None => self.send_completed(completed, &mut send),
             }
         }
+        self.poll_beginning(now, &mut send);
         for Passing { header, to, payload } in self.passing.drain(..) {
             for &node in &*to {
                 send(node, about(header, payload.clone(), header.chunk.layer));
             }
+        }
+    }
+
+    fn send_completed(&mut self, completed: Completed, send: &mut impl FnMut(NodeId, Message)) {
+        let Completed { key, clock, way, marks, result } = completed;
+        let layer = key.layer.index();
+        let lent = self.lent(key);
+        let length = match (&result, &lent) {
+            (Outcome::Held(values), _) => values.bytes().len(),
+            (Outcome::Lent, Some(lent)) => lent.gradient().len(),
+            (Outcome::Lent, None) => unreachable!("a loan ends after its chunk is complete"),
+            (Outcome::Nothing, _) => 0,
+        };
+        let (kind, value) = match way {
+            Way::Up { kind, rate } => (kind, rate),
+            Way::Down | Way::To(_) => (Kind::Update, 0.0),
+        };
+        let bare = Header::bare(kind, self.me.node, length as u32);
+        let header = Header { chunk: key, clock, value, marks, ..bare };
+        let part = self.syncers[layer].part(key.index);
+        let up = part.map(|part| part.up);
+        let round = part.filter(|p| way == Way::Down && p.route.ring.takes_results());
+        let (fan_outs, me) = (&mut self.fan_outs, self.me.node);
+        let round = round.map(|part| fan_out(fan_outs, &self.tree, me, part.route));
+        let to = match (&way, &round) {
+            (Way::Up { .. }, _) => up.as_slice(),
+            (Way::Down, Some(round)) => round,
+            (Way::Down, None) => self.store.contributors(key),
+            (Way::To(worker), _) => std::slice::from_ref(worker),
+        };
+        for &node in to.iter().filter(|node| **node != self.me.node) {
+            let message = match (&result, &lent) {
+                (Outcome::Held(values), _) => {
+                    let urgency = urgency(kind, key.layer);
+                    Message::new(header, Payload::Shared(values.clone()), urgency, HELD_RESULT)
+                }
+                (Outcome::Lent, Some(lent)) => {
+                    self.unsent[layer] += 1;
+                    about(header, Payload::Region(lent.gradient_region()), key.layer)
+                }
+                (Outcome::Lent, None) => unreachable!("judged above"),
+                (Outcome::Nothing, _) => {
+                    Message::new(header, Payload::None, urgency(kind, key.layer), HELD_RESULT)
+                }
+            };
+            send(node, message);
+        }
+        // On a dedicated server no layer is ever in flight.
+        let to_me = way == Way::Down || way == Way::To(self.me.node);
+        if let Some(lent) = lent.filter(|_| to_me) {
+            self.board.note_marks(marks, clock);
+            self.syncers[layer].handle_own(clock);
+            lent.land(&result);
+            self.handle_landed(key);
+        }
+        if let Outcome::Held(values) = result {
+            self.store.release(values);
         }
     }
 
@@ -478,6 +455,7 @@ impl PlanState {
             && self.unsent.iter().all(|&unsent| unsent == 0)
             && self.own.is_empty()
             && self.completed.is_empty()
+            && self.beginning.is_empty()
             && self.passing.is_empty()
     }
 
@@ -554,22 +532,6 @@ impl PlanState {
             // back at once.
             drop(exchange);
             self.board.note_answer(layer, self.syncers[layer.index()].answer());
-            self.noted.iter_mut().for_each(|noted| noted.done(layer));
-            self.board.finish_part(layer);
-        }
-    }
-
-    /// A layer by factors is done on this lane when everybody's chunks have come and no link reads
-    /// this worker's own any more.
-    fn finish_if_gathered(&mut self, layer: LayerId) {
-        let Some(gathering) = &mut self.gathers[layer.index()] else { return };
-        let Gathering { gather, matrices, .. } = gathering;
-        if let Some(lane) = matrices.layout.lanes().find(|lane| *lane == self.me.lane) {
-            // SAFETY: they have landed, up to that clock, and the gather takes no more of them.
-            unsafe { matrices.note_gathered(lane, gather.gathered()) };
-        }
-        let done = gather.is_gathered() && self.unsent[layer.index()] == 0;
-        if done && std::mem::take(&mut gathering.in_flight) {
             self.noted.iter_mut().for_each(|noted| noted.done(layer));
             self.board.finish_part(layer);
         }

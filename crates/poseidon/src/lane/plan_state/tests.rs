@@ -2,6 +2,7 @@ use super::*;
 use crate::Buffer;
 use poseidon_core::plan::Rules;
 use poseidon_core::store::Order;
+use poseidon_core::wire::Terms;
 use poseidon_core::{ChunkSize, LaneId, Layer, Optimizer, Reduction, Servers};
 
 const LAYER: LayerId = LayerId(0);
@@ -30,7 +31,7 @@ impl Lane {
     fn send(&mut self, exchange: &Arc<Exchange>, ready: &Range<usize>) {
         let nobody = |_, _| panic!("there are no other nodes");
         self.state.handle_send(exchange.clone(), ready, Duration::ZERO, nobody).unwrap();
-        self.state.poll_completed(nobody);
+        self.state.poll_completed(Duration::ZERO, nobody);
     }
 }
 
