@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from cluster import PATIENCE, free_port
+from cluster import PATIENCE, free_port, run
 
 ROOT = Path(__file__).resolve().parents[3]
 PAGES = [*ROOT.glob("docs/*.md"), ROOT / "README.md", ROOT / "examples/pytorch/README.md"]
@@ -60,3 +60,25 @@ def test_torchrun_starts_what_the_documents_say(command, tmp_path):
 def test_torchrun_joins_two_machines_as_the_documents_say(tmp_path):
     assert len(OF_TWO_MACHINES) == 2, COMMANDS
     assert "epoch 1: loss" in start(OF_TWO_MACHINES, tmp_path)
+
+
+def runs_the_readme(lines):
+    import torch
+
+    torch.manual_seed(1)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.ReLU(), torch.nn.Linear(4, 2))
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    loader = [(torch.full((3, 8), float(i)), torch.tensor([0, 1, 1])) for i in range(3)]
+    names = {"torch": torch, "model": model, "loader": loader, "loss_of": torch.nn.functional.cross_entropy}
+    exec(lines, names)
+    after = [parameter.detach() for parameter in model.parameters()]
+    assert not any(torch.equal(was, now) for was, now in zip(before, after))
+    assert names["model"] is not model
+    return [now.clone() for now in after]
+
+
+def test_the_ten_lines_of_the_readme_run_as_they_are():
+    lines = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert len(lines) == 1 and len(lines[0].splitlines()) <= 10
+    first, second = run(runs_the_readme, 2, lines=lines[0])
+    assert all((a == b).all() for a, b in zip(first, second))

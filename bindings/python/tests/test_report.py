@@ -50,6 +50,14 @@ def test_a_trace_has_every_layer_of_every_step(tmp_path, monkeypatch):
         for category in ["send", "wait", "layer"]:
             found, about = events(tmp_path / f"t.rank{rank}.json", category)
             assert {(layer, step) for layer in layers for step in range(1, STEPS + 1)} <= found, category
+        # A backward pass is cut where the model's layers are sent. A forward pass of PyTorch names none.
+        computed = [layer for layer in layers if "." in layer]
+        backward, _ = events(tmp_path / f"t.rank{rank}.json", "backward")
+        assert computed and {(layer, step) for layer in computed for step in range(1, STEPS + 1)} <= backward
+        forward, about = events(tmp_path / f"t.rank{rank}.json", "forward")
+        # The plan is made after the first forward, which shows what there is to plan.
+        assert {("", step) for step in range(2, STEPS + 1)} <= forward
+        assert any(session["compute_seconds"] for session in about["sessions"])
         assert about["node"] == rank and about["failure"] is None
 
 

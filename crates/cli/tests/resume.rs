@@ -144,7 +144,6 @@ fn what_cannot_go_on_is_refused_in_words() {
             assert!(run.stderr.contains(words), "'{words}' is not in: {}", run.stderr);
         }
     };
-    refused("--resume saved", &["it is done", "--steps"]);
     refused("--resume saved --steps 9 --seed 5", &["seed 1, not 5"]);
     refused("--resume saved --steps 9 --optimizer adam", &["conv", "adam", "momentum"]);
     refused("--resume saved --steps 9 --model mlp", &["fc1", "401920", "27696"]);
@@ -160,6 +159,19 @@ fn what_cannot_go_on_is_refused_in_words() {
     refused("--resume saved --steps 9", &["part-00001.safetensors"]);
     fs::remove_file(&part).unwrap();
     refused("--resume saved@5 --steps 9", &["part-00001.safetensors"]);
+}
+
+/// A scheduler may start a job again that has ended: that is no failure.
+#[test]
+fn a_finished_job_that_is_started_again_ends_well() {
+    let trial = Trial::with_small_net();
+    let args = format!("{TASK} --workers 2 --steps 5 --checkpoint saved --resume");
+    trial.report(&args);
+    let report = left(&trial);
+    let again = trial.train(&args);
+    assert!(again.status.success(), "{again:?}");
+    assert!(again.stderr.contains("nothing is left to do"), "{again:?}");
+    assert_eq!(left(&trial), report);
 }
 
 /// What is exported is what was trained, and a folder keeps as many as it was told.

@@ -43,6 +43,7 @@ use crate::{
     Violation,
 };
 use dropping::Called;
+use held::Held;
 use loose::Owed;
 use open_clock::{OpenClock, add_or_assign};
 pub use outcome::{Completed, Kept, Outcome, Restored, Resumption, Stall, Way};
@@ -137,8 +138,8 @@ struct Slot {
     rounds: VecDeque<OpenClock>,
     /// Who waits for an answer, where workers may be apart.
     owed: Owed,
-    /// Since when this node's worker has [held back](Store::holds_back) its contribution.
-    held: Option<Duration>,
+    /// What this node's worker [holds back](Store::holds_back).
+    held: Option<Held>,
     /// What a checkpoint has of the chunk, until its initial values have come.
     restored: Option<Restored>,
 }
@@ -374,7 +375,9 @@ impl Store {
 
     /// The streams that `slot` waits for.
     fn absent<'s>(&'s self, slot: &'s Slot) -> impl Iterator<Item = usize> + 's {
-        let streams = 0..slot.streams.len();
+        // What is held back waits for the others.
+        let is_held = move |stream: usize| slot.held.is_some_and(|held| held.stream == stream);
+        let streams = (0..slot.streams.len()).filter(move |stream| !is_held(*stream));
         // If there are none they wait for a result, but have not sent all of what was late.
         let any = streams.clone().any(|stream| self.awaits(slot, stream));
         streams.filter(move |stream| match any {

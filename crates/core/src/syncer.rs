@@ -46,8 +46,8 @@ pub struct Part {
     /// Whether this worker's contribution stays on its node, because the node is the chunk's server or
     /// collects for it. Otherwise the contribution goes to `up`.
     pub collects: bool,
-    /// Whether the sum of this worker's host is the first on the way, so that it [waits for its
-    /// turn](crate::Admission).
+    /// Whether the sum of this worker's host is the first on the way, and workers take every step together, so
+    /// that it [waits for its turn](crate::Admission).
     pub begins: bool,
     /// Whether other nodes have the result from this one.
     pub passes_on: bool,
@@ -75,7 +75,7 @@ impl Syncer {
                 let up = tree.parent(me, route).unwrap_or(me);
                 let from = tree.source(me, route).unwrap_or(me);
                 let collects = tree.collects(me, route);
-                let begins = tree.begins(me, route);
+                let begins = plan.consistency().is_bsp() && tree.begins(me, route);
                 let passes_on = (collects || route.ring.takes_results())
                     && !tree.receivers(me, route).is_empty();
                 Some(Part { key, route, up, from, collects, begins, passes_on, range })

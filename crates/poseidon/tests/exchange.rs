@@ -335,3 +335,26 @@ fn layers_have_rules_and_rates_of_their_own() {
         }
     }
 }
+
+/// A lane works chunks of its own off in turns. What it does of one layer must not be taken for another's.
+#[test]
+fn a_layer_may_be_sent_while_another_ones_first_values_are_on_their_way() {
+    const LEN: usize = 200 * PER_CHUNK;
+    let layout = Layout { lanes: 1, ..Layout::workers(2) };
+    let describe = |builder: poseidon::session::Builder| {
+        builder
+            .layers([Layer::new("a", LEN), Layer::new("b", LEN)])
+            .optimizer(Optimizer::Reduce(Reduction::Sum))
+            .chunk_size(ChunkSize::at_most(CHUNK))
+    };
+    let results = layout.run(describe, |session| {
+        let (a, b) = (session.layer("a")?, session.layer("b")?);
+        let first = if session.rank() == 0 { 3.0 } else { 0.0 };
+        session.broadcast(a, vec![first; LEN].into())?;
+        session.send(b, vec![1.0; LEN].into())?;
+        assert!(session.receive(a)?.result.iter().all(|value| *value == 3.0));
+        assert!(session.receive(b)?.result.iter().all(|value| *value == 2.0));
+        Ok(())
+    });
+    results.into_iter().for_each(|result| result.unwrap());
+}

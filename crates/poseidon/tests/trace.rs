@@ -6,7 +6,7 @@ use cluster::{Layout, job, step};
 use poseidon::collectives::{Request, Terms};
 use poseidon::config::{Config, Observation};
 use poseidon::session::Builder;
-use poseidon::{Error, Factors, Layer, LayerKind, Policy, Servers, Session};
+use poseidon::{Error, Factors, Layer, LayerKind, Pass, Policy, Servers, Session};
 use serde_json::Value;
 use std::collections::{BTreeMap, BTreeSet};
 use std::io::{Read, Write};
@@ -93,14 +93,31 @@ fn describe(builder: Builder) -> Builder {
 fn train(session: &Session) -> Result<(), Error> {
     let (conv, fc) = (session.layer("conv \"1\"\n")?, session.layer("fc")?);
     for _ in 0..STEPS {
+        session.begin_pass(Pass::Forward);
+        compute();
+        session.computed(conv);
+        compute();
+        session.computed(fc);
+        session.begin_pass(Pass::Backward);
+        compute();
         let (u, v) = (vec![1.0; 12], vec![2.0; 10]);
         session.send_factors(fc, &[Factors { u: &u, v: &v }], vec![0.0; 30].into())?;
         session.rebuild(fc)?;
+        compute();
         session.send(conv, vec![1.0; 500].into())?;
+        session.end_pass();
         session.receive(conv)?;
         session.receive(fc)?;
     }
     Ok(())
+}
+
+/// Takes some microseconds, which can be seen in a trace.
+fn compute() {
+    let begin = Instant::now();
+    while begin.elapsed() < Duration::from_micros(50) {
+        std::hint::spin_loop();
+    }
 }
 
 fn observed(layout: &Layout, observation: Observation) -> (poseidon::Coordinator, Config) {
@@ -135,6 +152,9 @@ fn a_trace_has_every_layer_of_every_step_of_every_rank_on_one_axis() {
         check_form(&trace);
         assert_eq!(of_category(&trace, "send"), all);
         assert_eq!(of_category(&trace, "wait"), all);
+        // What is of no single layer has no name.
+        assert!(of_category(&trace, "forward").is_superset(&all));
+        assert!(of_category(&trace, "backward").is_superset(&all));
         assert_eq!(of_category(&trace, "layer"), all);
         assert_eq!(of_category(&trace, "rebuild"), layers(&["fc"]));
         // The layers are done on some lane each, and chunks of each leave.
@@ -153,6 +173,8 @@ fn a_trace_has_every_layer_of_every_step_of_every_rank_on_one_axis() {
         assert_eq!(summary["failure"], Value::Null);
         let session = &summary["sessions"][0];
         assert_eq!(session["steps"], STEPS);
+        // Four times in every step.
+        assert!(session["compute_seconds"].as_f64().unwrap() >= STEPS as f64 * 200e-6, "{session}");
         assert!(session["layers"][0]["bytes_sent"].as_u64().unwrap() > 0);
         assert!(summary["lanes"][0]["bytes"].as_u64().unwrap() > 0);
     }

@@ -42,7 +42,8 @@ impl<'a> Engine<'a> {
         let payload = |layer| setup.adam_push(layer).map(|bytes| bytes as u32);
         let copies = LayerCopies::of_layers(setup, &plan);
         // Between two hosts chunks begin one after the other.
-        let takes_turns = ids().all(|layer| payload(layer).is_none()) && setup.cluster.nodes() == 2;
+        let two_hosts = plan.tree().workers_by_host().len() == 2;
+        let takes_turns = two_hosts && ids().all(|layer| payload(layer).is_none());
         let is_flat = plan.tree().is_flat() && !setup.cluster.is_ring() && !takes_turns;
         let flat = is_flat.then(|| Flat::new(&plan, &setup.cluster, &copies, payload));
         let mut workers = Peers::none(setup.cluster.nodes());

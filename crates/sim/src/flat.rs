@@ -2,7 +2,6 @@
 
 use crate::copies::LayerCopies;
 use crate::multicast::Part;
-use crate::node::syncers;
 use crate::peers::Peers;
 use poseidon_core::{Cluster, LayerId, NodeId, Plan, Syncer};
 use std::ops::Range;
@@ -71,4 +70,11 @@ fn pushes(
     }
     let push = |(servers, parts): (_, Vec<_>)| Push { servers, parts: Rc::new(parts) };
     pushes.into_iter().map(push).collect()
+}
+
+/// By lane: what counts off `layer` on worker `me`, if the layer does not go by factors.
+pub(crate) fn syncers(plan: &Plan, cluster: &Cluster, me: NodeId, layer: LayerId) -> Vec<Syncer> {
+    let lanes = cluster.lane_ids().filter(|_| plan.factors(layer).is_none());
+    let syncer = |lane| Syncer::new(plan, me, layer, lane);
+    lanes.map(syncer).filter(|syncer| !syncer.is_empty()).collect()
 }

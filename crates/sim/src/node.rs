@@ -1,7 +1,7 @@
 //! What one node holds: core's syncers, gatherers and shards, in the place of a session's lanes.
 
 use crate::copies::{Back, LayerCopies};
-use crate::flat::{Flat, Push};
+use crate::flat::{Flat, Push, syncers};
 use crate::multicast::{Frame, Multicast, Part};
 use crate::outcome::Wait;
 use crate::peers::Peers;
@@ -559,13 +559,6 @@ impl Tracked {
             && self.syncers.iter().all(Syncer::is_synced)
             && self.gathers.iter().all(Gather::is_gathered)
     }
-}
-
-/// By lane: what counts off `layer` on worker `me`, if the layer does not go by factors.
-pub(crate) fn syncers(plan: &Plan, cluster: &Cluster, me: NodeId, layer: LayerId) -> Vec<Syncer> {
-    let lanes = cluster.lane_ids().filter(|_| plan.factors(layer).is_none());
-    let syncer = |lane| Syncer::new(plan, me, layer, lane);
-    lanes.map(syncer).filter(|syncer| !syncer.is_empty()).collect()
 }
 
 fn header(frame: &Frame, sender: NodeId, length: u32) -> Header {

@@ -12,6 +12,7 @@ const UNSAFE_FILES: &[(&str, &str)] = &[
     ("crates/poseidon/src/memory/factors.rs", "the matrices where factors meet, block by block"),
     ("crates/poseidon/src/session/layers.rs", "the same, when they are rebuilt"),
     ("crates/poseidon/src/session/factors.rs", "the same, when a worker's own rows are written"),
+    ("crates/poseidon/src/lane/plan_state/gathering.rs", "says which rows belong to a lane"),
     ("crates/poseidon/src/lane/plan_state.rs", "says which chunks and rows belong to a lane"),
     ("crates/poseidon/src/lane/mod.rs", "promises which memory an engine is given"),
     ("crates/poseidon/src/engine/channel.rs", "the promise of whoever gives memory to an engine"),

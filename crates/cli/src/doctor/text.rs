@@ -47,7 +47,7 @@ fn machines(report: &Report) -> String {
         let free = facts.memory_free_bytes.map_or("?".into(), units::bytes);
         let all = facts.memory_bytes.map_or("?".into(), units::bytes);
         let clock = clock.filter(|_| nodes.len() > 1).map_or(String::new(), |us| match us {
-            us if us.abs() < 0.5 => "0".into(),
+            us if us.abs() < 1.0 => "0".into(),
             us if us < 0.0 => format!("-{}", units::duration(-us / 1e6)),
             us => format!("+{}", units::duration(us / 1e6)),
         });

@@ -22,10 +22,25 @@ pub(super) struct Inputs {
 pub(super) struct Agreement {
     pub(super) transform: Transform,
     pub(super) sampler: Sampler,
+    /// Steps that the checkpoint has behind it.
+    pub(super) taken: u64,
     /// Of the whole training.
     pub(super) steps: u64,
     /// Samples of an epoch.
     pub(super) samples: usize,
+}
+
+impl Agreement {
+    /// Says so if the checkpoint has all steps of the training behind it.
+    pub(super) fn nothing_left(&self) -> Option<String> {
+        let Self { taken, steps, .. } = self;
+        (taken >= steps).then(|| {
+            format!(
+                "nothing is left to do: the checkpoint is of step {taken}, and the training has {steps} \
+                 steps; more --epochs or --steps make it longer"
+            )
+        })
+    }
 }
 
 impl Inputs {
@@ -121,12 +136,7 @@ impl Inputs {
             false => 0,
         };
         let steps = settings.steps.unwrap_or(taken.saturating_add(rest));
-        ensure!(
-            steps > taken,
-            "the checkpoint is of step {taken}, and the training has {steps} steps: it is done; more \
-             --epochs or --steps make it longer"
-        );
         let transform = Transform::from_statistics(&StartFacts::pool(&all));
-        Ok(Agreement { transform, sampler, steps, samples })
+        Ok(Agreement { transform, sampler, taken, steps, samples })
     }
 }

@@ -19,12 +19,13 @@ use crate::terminal::say;
 use anyhow::ensure;
 use poseidon::{Checkpoints, Config, LayerId, Session, Traffic};
 use poseidon_nn::data::{Evaluation, Loader, Position, Samples, Transform};
-use poseidon_nn::train::{self, TrainError, Worker};
+use poseidon_nn::train::{self, Worker};
 use poseidon_nn::{Loss, Net};
 use std::io;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::time::{Duration, Instant, SystemTime};
+use stopping::give_up;
 
 /// Trains as one worker of the job that `config` describes.
 pub(super) fn run(settings: &Settings, config: Config, json: bool) -> anyhow::Result<()> {
@@ -57,23 +58,29 @@ pub(super) fn run_alone(settings: &Settings, json: bool) -> anyhow::Result<()> {
 }
 
 fn drive(settings: &Settings, worker: Worker, inputs: Inputs, json: bool) -> anyhow::Result<()> {
-    let prepared = inputs.agree(settings, &worker).and_then(
-        |Agreement { transform, sampler, steps, samples }| {
-            let steps_per_epoch = sampler.steps_per_epoch();
-            let loader = Loader::new(inputs.train.clone(), transform.clone(), sampler)?;
-            Ok((loader, transform, steps, steps_per_epoch, samples))
-        },
-    );
-    let (loader, transform, steps, steps_per_epoch, samples) = match prepared {
-        Ok(prepared) => prepared,
+    let rank = worker.session().map_or(0, Session::rank);
+    let agreement = match inputs.agree(settings, &worker) {
+        Ok(agreement) => agreement,
         Err(error) => return give_up(worker, error),
+    };
+    // A scheduler may start a job again that has ended.
+    if let Some(words) = agreement.nothing_left() {
+        if rank == 0 {
+            tracing::info!("{words}");
+        }
+        return Ok(worker.finish()?);
+    }
+    let Agreement { transform, sampler, steps, samples, .. } = agreement;
+    let steps_per_epoch = sampler.steps_per_epoch();
+    let loader = match Loader::new(inputs.train.clone(), transform.clone(), sampler) {
+        Ok(loader) => loader,
+        Err(error) => return give_up(worker, error.into()),
     };
     let before = Before::of(worker.session());
     // Nobody sends before everybody has counted.
     if let Err(error) = gather(&worker, "counted", &()) {
         return give_up(worker, error);
     }
-    let rank = worker.session().map_or(0, Session::rank);
     if rank == 0 {
         crate::report::set_aside(&settings.report)?;
     }
@@ -120,14 +127,6 @@ fn drive(settings: &Settings, worker: Worker, inputs: Inputs, json: bool) -> any
     }
 }
 
-/// Ends this worker, after telling the others why: not that a connection was lost.
-fn give_up(worker: Worker, error: anyhow::Error) -> anyhow::Result<()> {
-    if let Some(reason) = own_fault(&error) {
-        worker.abort(&reason);
-    }
-    Err(error)
-}
-
 /// Rank 0 draws. With `--json`, standard output is for that alone.
 fn screen(rank: u16, json: bool) -> Screen {
     let kind = match (rank, json) {
@@ -139,13 +138,6 @@ fn screen(rank: u16, json: bool) -> Screen {
         true => Screen::new(kind, io::stderr()),
         false => Screen::new(kind, io::stdout()),
     }
-}
-
-/// What this worker has to tell the others, unless it heard it from them.
-fn own_fault(error: &anyhow::Error) -> Option<String> {
-    let theirs = matches!(error.downcast_ref(), Some(TrainError::Session(_)))
-        || error.downcast_ref::<poseidon::Error>().is_some();
-    (!theirs).then(|| format!("{error:#}"))
 }
 
 /// A training run as one worker sees it.

@@ -64,7 +64,7 @@ impl Slot {
     /// Since when the chunk has waited for somebody.
     pub(super) fn waits_since(&self) -> Option<Duration> {
         let opened = self.rounds.front().map(|round| round.opened);
-        self.owed.since.or(opened).or(self.held)
+        self.owed.since.or(opened).or(self.held.map(|held| held.since))
     }
 }
 

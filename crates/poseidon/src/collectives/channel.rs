@@ -9,7 +9,7 @@ use super::shared::{Command, HOME, Part, Shared, Taken};
 use crate::Error;
 use crate::engine::channel::{Channel, Gone, Landing, LastWords, Outgoing, Polled, Sent};
 use crate::engine::outbox::{Message, Payload};
-use crate::engine::traffic::Counters;
+use crate::engine::traffic::LaneCounters;
 use crate::memory::region::Region;
 use poseidon_core::queue::urgency;
 use poseidon_core::reduce::reduce;
@@ -34,7 +34,7 @@ pub(super) struct GroupChannel {
     /// Which ranks send to which.
     ways: Arc<Ways>,
     shared: Arc<Shared>,
-    counters: Counters,
+    counters: LaneCounters,
     /// Operations under way, in the order they were begun.
     operations: VecDeque<Operation>,
     /// Operations begun so far.
@@ -85,7 +85,7 @@ impl GroupChannel {
             names,
             ways,
             shared,
-            counters: Counters::default(),
+            counters: LaneCounters::default(),
             operations: VecDeque::new(),
             tickets: 0,
             sequence: 0,
@@ -332,7 +332,7 @@ unsafe impl Channel for GroupChannel {
         &self.members
     }
 
-    fn counters(&self) -> &Counters {
+    fn counters(&self) -> &LaneCounters {
         &self.counters
     }
 

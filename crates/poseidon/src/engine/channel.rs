@@ -2,7 +2,7 @@
 
 use super::outbox::{Message, Payload};
 use super::peer::Peer;
-use super::traffic::Counters;
+use super::traffic::LaneCounters;
 use crate::Error;
 use crate::memory::region::Region;
 use poseidon_core::wire::Header;
@@ -33,7 +33,7 @@ pub(crate) unsafe trait Channel: Send {
     fn members(&self) -> &[NodeId];
 
     /// Where the channel's frames and bytes are counted.
-    fn counters(&self) -> &Counters;
+    fn counters(&self) -> &LaneCounters;
 
     /// Judges a frame before a byte of its payload is taken, and says where the payload goes.
     fn open(&mut self, header: &Header, now: Duration) -> Result<Landing, Error>;

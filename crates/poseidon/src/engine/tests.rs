@@ -5,7 +5,7 @@ mod absence;
 
 use super::channel::Gone;
 use super::*;
-use crate::engine::traffic::Counters;
+use crate::engine::traffic::LaneCounters;
 use poseidon_core::encoding::Block;
 use poseidon_core::{Clock, Epoch};
 use poseidon_link::memory::{MemoryLink, Shape, VirtualClock, pair, tagged_pair};
@@ -20,7 +20,7 @@ struct Scribe {
     id: ChannelId,
     members: Vec<NodeId>,
     awaits: bool,
-    counters: Counters,
+    counters: LaneCounters,
     notes: Notes,
     /// The clock of the frame that comes from each node.
     arriving: [u64; 3],
@@ -52,7 +52,7 @@ impl Notes {
 impl Scribe {
     fn boxed(id: u32, members: &[u16], awaits: bool, notes: &Notes) -> Box<Self> {
         let members = members.iter().map(|&node| NodeId(node)).collect();
-        let (counters, notes) = (Counters::default(), notes.clone());
+        let (counters, notes) = (LaneCounters::default(), notes.clone());
         Box::new(Self { id: ChannelId(id), members, awaits, counters, notes, arriving: [0; 3] })
     }
 }
@@ -71,7 +71,7 @@ unsafe impl Channel for Scribe {
         &self.members
     }
 
-    fn counters(&self) -> &Counters {
+    fn counters(&self) -> &LaneCounters {
         &self.counters
     }
 

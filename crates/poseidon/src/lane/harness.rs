@@ -297,7 +297,7 @@ impl World {
         let order = if self.setup.deterministic { Order::Rank } else { Order::Arrival };
         let role = self.cluster.role(me).unwrap();
         let board = Arc::new(Board::new(layers.len(), self.cluster.workers()));
-        let counters = Arc::new(Counters::new(layers.len()));
+        let counters = Arc::new(Counters::new(self.cluster.lanes().into(), layers.len()));
         let matrices = vec![None; layers.len()];
         let lane = |(lane, links): (LaneId, Links)| {
             let shard = Shard { node: me, lane };

@@ -26,7 +26,7 @@ mod sync {
 use crate::Error;
 use crate::engine::channel::{Channel, Gone, Landing, LastWords, Outgoing, Polled, Sent};
 use crate::engine::outbox::{Message, Payload};
-use crate::engine::traffic::Counters;
+use crate::engine::traffic::{Counters, LaneCounters};
 use crate::memory::exchange::Exchange;
 use crate::memory::kept::KeptPiece;
 use crate::memory::rule_state::RuleState;
@@ -352,8 +352,8 @@ unsafe impl Channel for SessionLane {
         &self.members
     }
 
-    fn counters(&self) -> &Counters {
-        &self.counters
+    fn counters(&self) -> &LaneCounters {
+        self.counters.of(self.state.lane())
     }
 
     fn open(&mut self, header: &Header, now: Duration) -> Result<Landing, Error> {

@@ -28,8 +28,8 @@ use poseidon_core::store::{Completed, Contribution, Outcome, Stall, Way};
 use poseidon_core::syncer::Part;
 use poseidon_core::wire::{Header, Kind};
 use poseidon_core::{
-    Admission, ChunkKey, Clock, Cluster, Epoch, Gather, LayerId, NodeId, Plan, Route, Shard, Store,
-    Syncer, Tree, Violation,
+    Admission, ChunkKey, Clock, Cluster, Epoch, Gather, LaneId, LayerId, NodeId, Plan, Route,
+    Shard, Store, Syncer, Tree, Violation,
 };
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::ops::Range;
@@ -183,6 +183,7 @@ impl PlanState {
                 self.own.push_back(part.key);
             } else if part.begins {
                 let (kind, bytes) = (exchange.kind, syncer.encodings().up.bytes(part.range.len()));
+                self.unsent[layer.index()] += 1;
                 let own = Beginning::Own(part.key);
                 self.beginning.handle_ready(urgency(kind, layer), bytes, own);
             } else if let Some(message) = self.own_contribution(part.key) {
@@ -195,10 +196,14 @@ impl PlanState {
         // in it. Only the other chunks are work.
         for _ in 0..self.own.len() {
             let Some(chunk) = self.own.pop_front() else { break };
-            let is_lent = self.lend(chunk, now).map_err(|violation| (chunk, violation))?;
-            if !is_lent && self.store.holds_back(chunk, exchange.kind, now) {
+            let Some(mut lent) = self.lent(chunk) else { continue };
+            let header = contribution(self.me.node, chunk, lent.range(), lent.exchange());
+            let loan = self.store.handle_loan(&header, now).map_err(|words| (chunk, words))?;
+            if let Some(loan) = loan {
+                self.completed.extend(self.store.handle_contributed(loan, Some(lent.sum())));
+            } else if self.store.holds_back(&header, now) {
                 self.held.insert(chunk);
-            } else if !is_lent {
+            } else {
                 self.own.push_back(chunk);
             }
         }
@@ -359,12 +364,12 @@ impl PlanState {
                 None => self.send_completed(completed, &mut send),
             }
         }
-        self.poll_beginning(now, &mut send);
         for Passing { header, to, payload } in self.passing.drain(..) {
             for &node in &*to {
                 send(node, about(header, payload.clone(), header.chunk.layer));
             }
         }
+        self.poll_beginning(now, &mut send);
     }
 
     fn send_completed(&mut self, completed: Completed, send: &mut impl FnMut(NodeId, Message)) {
@@ -459,6 +464,10 @@ impl PlanState {
             && self.passing.is_empty()
     }
 
+    pub(crate) fn lane(&self) -> LaneId {
+        self.me.lane
+    }
+
     pub(crate) fn has_own_work(&self) -> bool {
         !self.own.is_empty()
     }
@@ -467,7 +476,6 @@ impl PlanState {
         let mut stall = self.store.poll_stalled(now, limit)?;
         if self.held.contains(&stall.key) {
             stall.clock = self.clock(stall.key.layer);
-            stall.missing.retain(|node| *node != self.me.node);
         }
         Some(stall)
     }
@@ -492,16 +500,6 @@ impl PlanState {
         let gather = self.gathers.get(layer.index()).and_then(Option::as_ref);
         let gathered = gather.map_or(Clock(0), |g| g.gather.clock());
         gathered.max(self.syncers[layer.index()].clock())
-    }
-
-    /// Offers the shard the memory of one of this node's own chunks, to make the sum in. False if
-    /// another worker's contribution was first.
-    fn lend(&mut self, chunk: ChunkKey, now: Duration) -> Result<bool, Violation> {
-        let Some(mut lent) = self.lent(chunk) else { return Ok(true) };
-        let header = contribution(self.me.node, chunk, lent.range(), lent.exchange());
-        let Some(loan) = self.store.handle_loan(&header, now)? else { return Ok(false) };
-        self.completed.extend(self.store.handle_contributed(loan, Some(lent.sum())));
-        Ok(true)
     }
 
     fn contribute_own(&mut self, chunk: ChunkKey, now: Duration) -> Result<(), Violation> {

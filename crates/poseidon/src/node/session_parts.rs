@@ -85,7 +85,7 @@ impl SessionParts {
         }
         let layers: Arc<[Layer]> = book.job.layers.clone().into();
         let board = Arc::new(Board::new(layers.len(), book.cluster.workers()));
-        let counters = Arc::new(Counters::new(layers.len()));
+        let counters = Arc::new(Counters::new(book.cluster.lanes().into(), layers.len()));
         let trace = node.observed.open(id, &book, &counters);
         let (lanes_of, lanes) = (lanes_of(&plan), Arc::default());
         let matrices = Vec::new();

@@ -1,4 +1,4 @@
-//! How a run ends before its last step, when one of its processes is asked to end.
+//! How a run ends before its last step: one of its processes is asked to end, or fails.
 //!
 //! All workers end after the same step. Where they take every step together, or are apart by a known
 //! number of steps, they hear of it at the same step. Where slow workers may be dropped, they hear of it
@@ -8,6 +8,7 @@
 use super::Run;
 use crate::train::saving;
 use poseidon::Consistency;
+use poseidon_nn::train::{TrainError, Worker};
 
 impl Run<'_> {
     pub(super) fn is_stopped(&self) -> bool {
@@ -81,4 +82,19 @@ impl Run<'_> {
     pub(super) fn stop_soon(&mut self) {
         self.stop_at.get_or_insert(self.worker.steps() + 1);
     }
+}
+
+/// Ends this worker, after telling the others why: not that a connection was lost.
+pub(super) fn give_up(worker: Worker, error: anyhow::Error) -> anyhow::Result<()> {
+    if let Some(reason) = own_fault(&error) {
+        worker.abort(&reason);
+    }
+    Err(error)
+}
+
+/// What this worker has to tell the others, unless it heard it from them.
+fn own_fault(error: &anyhow::Error) -> Option<String> {
+    let theirs = matches!(error.downcast_ref(), Some(TrainError::Session(_)))
+        || error.downcast_ref::<poseidon::Error>().is_some();
+    (!theirs).then(|| format!("{error:#}"))
 }

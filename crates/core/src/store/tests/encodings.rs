@@ -191,21 +191,38 @@ fn a_worker_beside_its_shard_waits_for_another_contribution() {
     };
     const NOW: Duration = Duration::from_secs(7);
     let (mut bf16, chunk) = store(Encoding::Bf16, Order::Arrival);
+    let own = |kind| Header { chunk, ..frame(kind, 0, 1, 16) };
     assert_eq!(bf16.poll_stalled(Duration::from_secs(9), Duration::ZERO), None);
-    assert!(bf16.holds_back(chunk, Kind::Push, NOW));
-    assert!(!bf16.holds_back(chunk, Kind::Init, NOW));
+    assert!(bf16.holds_back(&own(Kind::Push), NOW));
+    assert!(!bf16.holds_back(&own(Kind::Init), NOW));
     let stall = bf16.poll_stalled(Duration::from_secs(9), Duration::ZERO).unwrap();
     assert_eq!((stall.key, stall.waited), (chunk, Duration::from_secs(2)));
-    assert!(stall.missing.contains(&NodeId(1)), "{stall:?}");
+    assert_eq!(stall.missing, [NodeId(1)]);
     let values = encode(Encoding::Bf16, &[1.0; 8]);
     let push = |worker| Header { chunk, ..frame(Kind::Push, worker, 1, 16) };
     assert!(contribute(&mut bf16, &push(1), &values, 8).is_none());
-    assert!(!bf16.holds_back(chunk, Kind::Push, NOW));
+    assert!(!bf16.holds_back(&own(Kind::Push), NOW));
     let sum = block(contribute(&mut bf16, &push(0), &values, 8));
     assert_eq!(decode(Encoding::Bf16, &sum), [2.0; 8]);
-    assert!(bf16.holds_back(chunk, Kind::Push, NOW), "the next clock begins");
-    assert!(!store(Encoding::Bf16, Order::Rank).0.holds_back(chunk, Kind::Push, NOW));
-    assert!(!store(Encoding::F32, Order::Arrival).0.holds_back(chunk, Kind::Push, NOW));
+    assert!(bf16.holds_back(&own(Kind::Push), NOW), "the next clock begins");
+    assert!(!store(Encoding::Bf16, Order::Rank).0.holds_back(&own(Kind::Push), NOW));
+    assert!(!store(Encoding::F32, Order::Arrival).0.holds_back(&own(Kind::Push), NOW));
+}
+
+/// What is held back is not missing: those who collect know who is.
+#[test]
+fn a_worker_that_holds_back_awaits_only_others() {
+    let hosts = vec![0, 0, 1];
+    let cluster = Cluster::new(3, Servers::Colocated, 1).unwrap();
+    let cluster = cluster.with_hosts(hosts, Vec::new()).unwrap();
+    let layers = [Layer::new("l", 1 << 20).encoded(Encodings::both(Encoding::Bf16))];
+    let plan = Plan::new(&cluster, &layers, Rules::default());
+    let (chunk, home) = plan.all_chunks().find(|(_, home)| home.node == NodeId(2)).unwrap();
+    let mut store = Store::new(&plan, home, |_| &SUM, Order::Arrival);
+    let own = Header { chunk, ..frame(Kind::Push, 2, 1, 2 * plan.len(chunk)) };
+    assert!(store.holds_back(&own, Duration::ZERO));
+    let stall = store.poll_stalled(Duration::from_secs(1), Duration::ZERO).unwrap();
+    assert!(stall.collected && stall.missing.len() == 1, "{stall:?}");
 }
 
 #[test]

@@ -168,6 +168,26 @@ proptest! {
     }
 }
 
+/// A worker that held its own gradient back blamed a collector, in the moment in which the collector
+/// found out who was missing.
+#[test]
+fn those_who_collect_speak_first_beside_a_gradient_that_is_held_back() {
+    let setup = Setup {
+        seed: 0,
+        workers: 5,
+        servers: Servers::Colocated,
+        lanes: 1,
+        hosts: vec![0, 0, 0, 0, 1],
+        racks: vec![],
+        layers: vec![64],
+        encodings: vec![Encodings { up: Encoding::Bf16, down: Encoding::F32 }],
+        clocks: 1,
+        deterministic: false,
+    };
+    let report = setup.run(Some((Duration::ZERO, Trouble::Mute(NodeId(1)))));
+    check_everybody_knows(&setup, &report, Duration::ZERO, STALL);
+}
+
 /// A worker that had finished was not told that the others live: its servers looked dead to it.
 #[test]
 fn those_who_have_finished_hear_that_the_others_live() {

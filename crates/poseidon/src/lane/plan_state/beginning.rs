@@ -10,7 +10,7 @@ use std::time::Duration;
 
 /// What a node sends of a chunk that begins there.
 pub(super) enum Beginning {
-    /// The contribution of its own worker.
+    /// The contribution of its own worker. It counts as unsent already.
     Own(ChunkKey),
     /// The sum of its host's workers.
     Sum(Box<Completed>),
@@ -25,7 +25,6 @@ impl PlanState {
                     let part = self.syncers[chunk.layer.index()].part(chunk.index);
                     let up = part.map(|part| part.up);
                     if let Some((up, message)) = up.zip(self.own_contribution(chunk)) {
-                        self.unsent[chunk.layer.index()] += 1;
                         send(up, message);
                     }
                 }
