@@ -67,9 +67,7 @@ class Backward(nn.Module):
     _synchronises: bool
     _in_backward: bool
     _ending: Optional[int]
-    _sees_outputs: bool
-    _early: List[Member]
-    _early_pass: int
+    _expects_gradients: bool
     _forwards: int
     _stepped: bool
     _staleness: Staleness
@@ -82,24 +80,29 @@ class Backward(nn.Module):
         return self.find_unused_parameters or self.static_graph
 
     @torch.compiler.disable
-    def _hook_outputs(self, result: Any) -> None:
-        """Backward begins at the outputs, in the outermost pass: one in a checkpoint is part of it."""
-        self._sees_outputs = False
+    def _end_forward(self, result: Any) -> None:
+        """Backward begins at the outputs, in the outermost pass: one in a checkpoint is part of it.
+
+        Not all outputs can be hooked: some are in objects, and a view that is changed in-place
+        loses its hooks. A pass from there begins at the first parameter.
+        """
+        if not self._synchronises:
+            return
+        self._expects_gradients = True
+        self._forwards += 1
         for output in tree_leaves(result):
             if isinstance(output, Tensor) and output.requires_grad and output.grad_fn is not None:
                 output.register_hook(weakly(self._on_output))
-                self._sees_outputs = True
 
     @or_abort
     def _begin_backward(self) -> None:
         """A pass has reached the wrapper's outputs, or a parameter. Begins to synchronise, if the pass is one that does.
 
-        One that does not go through the outputs, ``model.module(x).backward()``, leaves its gradients here, as with
-        torch's wrapper: the next pass that synchronises sends them.
+        It does if gradients are expected: the rule of torch's wrapper. Otherwise they stay here,
+        and the next pass that synchronises sends them. A pass through outputs of a synchronised
+        forward is never left out.
         """
-        if self._in_backward or not self._synchronises:
-            return
-        if self._ending is None and (self._sees_outputs or self._forwards == 0):
+        if self._in_backward or (self._ending is None and not self._expects_gradients):
             return
         if self._forwards == 0:
             raise RuntimeError(
@@ -112,6 +115,7 @@ class Backward(nn.Module):
                 "the parameters. Use no_sync() to accumulate gradients"
             )
         self._forwards -= 1
+        self._expects_gradients = False
         self._in_backward = True
         if self._ending is None:
             self._expect_end()
@@ -134,9 +138,6 @@ class Backward(nn.Module):
         self._note_pass(is_backward=True)
         for unit in self._units:
             unit.begin()
-        early, self._early = self._early, []
-        for member in early if self._early_pass == torch._C._current_graph_task_id() else ():
-            self._on_gradient(member, member.parameter)
 
     @torch.compiler.disable
     def _note_pass(self, is_backward: bool) -> None:
@@ -151,7 +152,7 @@ class Backward(nn.Module):
 
     @or_abort
     def _on_output(self, _: Tensor) -> None:
-        if not self._synchronises or not self._is_open:
+        if not self._is_open:
             return
         if self._ending != torch._C._current_graph_task_id():
             self._expect_end()
@@ -178,12 +179,9 @@ class Backward(nn.Module):
     def _on_gradient(self, member: Member, parameter: nn.Parameter) -> None:
         """Called for each parameter: every microsecond counts."""
         member.is_used = True
-        if not self._synchronises:
-            return
         if not self._in_backward:
             self._begin_backward()
             if not self._in_backward:
-                self._note_early(member)
                 return
         unit = member.unit
         assert unit is not None
@@ -204,13 +202,6 @@ class Backward(nn.Module):
         unit.missing -= 1
         if unit.missing == 0:
             self._send(unit)
-
-    def _note_early(self, member: Member) -> None:
-        """A gradient has come before the pass went through the wrapper's outputs, if it ever will."""
-        current = torch._C._current_graph_task_id()
-        if current != self._early_pass:
-            self._early, self._early_pass = [], current
-        self._early.append(member)
 
     def _send(self, unit: Unit) -> None:
         assert self._session is not None

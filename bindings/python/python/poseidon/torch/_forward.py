@@ -39,7 +39,6 @@ class Forward(Backward):
         if torch._C._current_graph_task_id() == -1:
             self._ending = None
         self._entered = set()
-        self._forwards += 1
         self._forget_gradients()
         if self._join is None:
             self._share_buffers(self._synchronises)

@@ -65,7 +65,9 @@ class DistributedDataParallel(Forward, DdpInterface):
 
     During ``no_sync``, Linear layers that go by factors make gradients as ever, and keep copies of their factors beside
     them, which are sent instead if nobody changes the gradients. Whatever else is in ``grad`` is averaged as it is.
-    A backward that does not go through this wrapper's outputs leaves its gradients to the next one that does.
+    As with torch's, a backward is synchronised if it is the first after a forward outside
+    ``no_sync``. Others, such as ``model.module(x).backward()``, leave their gradients to the next
+    one that is.
 
     How layers go is decided at the first synchronised backward, when it is known how many rows each
     Linear layer sees. ``sessions_plan()`` then tells.
@@ -145,11 +147,9 @@ class DistributedDataParallel(Forward, DdpInterface):
         self._in_backward = False
         # The backward pass at whose end `_end_pass` will be called, as torch numbers them.
         self._ending: Optional[int] = None
-        # Whether the last forward had outputs at which its backward is seen to begin.
-        self._sees_outputs = False
-        # What got gradients in a pass that has not come through the outputs yet, and which pass that is.
-        self._early: List[Member] = []
-        self._early_pass = -1
+        # Set by a synchronised forward, until a synchronised backward begins.
+        self._expects_gradients = False
+        # Synchronised forwards whose backward has not been.
         self._forwards = 0
         self._stepped = True
         self._staleness = Staleness(self._sync)
@@ -201,12 +201,12 @@ class DistributedDataParallel(Forward, DdpInterface):
         else:
             result = self._watched_forward(*args, **kwargs)
         self._note_pass_end()
-        self._hook_outputs(result)
+        self._end_forward(result)
         return result
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward passes inside accumulate gradients locally; the next one outside sends them."""
+        """Gradients of forwards inside add up here. The next synchronised backward sends them."""
         before, self._synchronises = self._synchronises, False
         try:
             yield

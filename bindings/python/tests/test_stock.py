@@ -1,0 +1,158 @@
+"""Programs that stock DDP trains: Poseidon's wrapper gives the same, or an error in words."""
+
+import copy
+import dataclasses
+
+import pytest
+import torch
+from cluster import attempt, run
+from torch import nn
+from torch.nn.utils import parametrize, prune
+
+
+class Net(nn.Module):
+    """A layer that goes by factors, one that does not, and outputs of several kinds."""
+
+    def __init__(self, gives="tensor"):
+        super().__init__()
+        self.gives = gives
+        self.first = nn.Linear(12, 16)
+        self.last = nn.Linear(16, 10)
+        self.scale = nn.Parameter(torch.ones(10))
+
+    def forward(self, x):
+        result = self.last(torch.tanh(self.first(x))) * self.scale
+        if self.gives == "object":
+            return Opaque(result), result.mean()
+        if self.gives == "dataclass":
+            return Plain(result), result.mean()
+        self.kept = result
+        return result[:, 1:9]
+
+
+class Opaque:
+    def __init__(self, result):
+        self.result = result
+
+
+@dataclasses.dataclass
+class Plain:
+    result: torch.Tensor
+
+
+def batch(step):
+    """This worker's samples."""
+    seed = 100 * step + torch.distributed.get_rank()
+    return torch.randn(3, 12, generator=torch.Generator().manual_seed(seed))
+
+
+def loss(result):
+    return result.square().mean()
+
+
+# What a program does before each step of its optimizer.
+
+
+def change_an_output_in_place(model, step):
+    result = model(batch(step))
+    result += 1
+    loss(result).backward()
+
+
+def use_an_object(model, step):
+    model.module.gives = "object"
+    result, _ = model(batch(step))
+    loss(result.result).backward()
+
+
+def use_a_dataclass(model, step):
+    model.module.gives = "dataclass"
+    result, _ = model(batch(step))
+    loss(result.result).backward()
+
+
+def use_what_the_module_kept(model, step):
+    model(batch(step))
+    loss(model.module.kept).backward()
+
+
+def accumulate_what_the_module_kept(model, step):
+    with model.no_sync():
+        model(batch(step))
+        loss(model.module.kept).backward()
+    use_what_the_module_kept(model, step + 50)
+
+
+def go_past_the_wrapper_after_a_forward(model, step):
+    model(batch(step))
+    loss(model.module(batch(step + 50))).backward()
+
+
+def go_past_the_wrapper_only(model, step):
+    model(batch(step))
+    loss(model(batch(step))).backward()
+    loss(model.module(batch(step + 50))).backward()
+
+
+def go_forward_without_sync(model, step):
+    with model.no_sync():
+        value = loss(model(batch(step)))
+    value.backward()
+
+
+def go_backward_without_sync(model, step):
+    value = loss(model(batch(step)))
+    with model.no_sync():
+        value.backward()
+
+
+def prepare_by_hand(model, step):
+    with model.no_sync():
+        value = loss(model(batch(step)))
+    model.reducer.prepare_for_backward([])
+    value.backward()
+
+
+HABITS = [
+    change_an_output_in_place, use_an_object, use_a_dataclass, use_what_the_module_kept, accumulate_what_the_module_kept,
+    go_past_the_wrapper_after_a_forward, go_backward_without_sync, prepare_by_hand,
+]  # fmt: skip
+# Gradients stay each worker's own after them, and so do parameters.
+LOCAL = [go_past_the_wrapper_only, go_forward_without_sync]
+
+
+def same_as_stock(habits, scheme, update="worker"):
+    """After three steps of each habit, gradients and parameters are those of stock DDP."""
+    import poseidon.torch as psd
+
+    psd.init()
+    torch.distributed.init_process_group("gloo")
+    for name in habits:
+        torch.manual_seed(0)
+        net = Net()
+        models = [nn.parallel.DistributedDataParallel(copy.deepcopy(net))]
+        models.append(psd.DistributedDataParallel(net, scheme=scheme, update=update))
+        for model, where in zip(models, (torch.optim, psd if update == "server" else torch.optim)):
+            optimizer = where.SGD(model.parameters(), lr=0.1)
+            for step in range(3):
+                optimizer.zero_grad()
+                globals()[name](model, step)
+                optimizer.step()
+        models[1].synchronize()
+        for (key, p), q in zip(net.named_parameters(), models[0].parameters()):
+            words = f"{name}, {scheme}, {update}: {key}"
+            if update == "worker":
+                torch.testing.assert_close(p.grad, q.grad, rtol=1e-5, atol=1e-7, msg=lambda why: f"{words}, gradient: {why}")
+            torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-7, msg=lambda why: f"{words}: {why}")
+    torch.distributed.destroy_process_group()
+    psd.shutdown()
+
+
+@pytest.mark.parametrize("scheme", ["ps", "sfb"])
+def test_what_is_synchronised_is_what_torch_synchronises(scheme):
+    run(same_as_stock, 2, habits=[habit.__name__ for habit in (*HABITS, *LOCAL)], scheme=scheme)
+
+
+def test_what_the_shards_step_is_what_torch_synchronises():
+    run(same_as_stock, 2, habits=[habit.__name__ for habit in HABITS], scheme="sfb", update="server")
+
