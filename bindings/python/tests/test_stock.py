@@ -156,3 +156,44 @@ def test_what_is_synchronised_is_what_torch_synchronises(scheme):
 def test_what_the_shards_step_is_what_torch_synchronises():
     run(same_as_stock, 2, habits=[habit.__name__ for habit in HABITS], scheme="sfb", update="server")
 
+
+class Deep(nn.Module):
+    """Layers whose results are changed in-place, with inputs of one to four dimensions."""
+
+    def __init__(self, bias):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(12, 16, bias=bias), nn.ReLU(inplace=True), nn.Linear(16, 10, bias=bias))
+
+    def forward(self, x):
+        result = self.layers(x)
+        result += 1
+        return result
+
+
+def changes_in_place():
+    import poseidon.torch as psd
+
+    psd.init()
+    torch.distributed.init_process_group("gloo")
+    generator = torch.Generator().manual_seed(psd.rank())
+    for bias in (True, False):
+        for shape in ((12,), (3, 12), (2, 3, 12), (2, 0, 12), (2, 1, 3, 12)):
+            torch.manual_seed(0)
+            net = Deep(bias)
+            stock = nn.parallel.DistributedDataParallel(copy.deepcopy(net))
+            ours = psd.DistributedDataParallel(net, scheme="sfb", batch=6)
+            x = torch.randn(shape, generator=generator)
+            results = [model(x) for model in (stock, ours)]
+            torch.testing.assert_close(results[1], results[0])
+            for result in results:
+                result.square().sum().backward()
+            assert {row[2] for row in ours.sessions_plan()} == {"sfb"}
+            for p, q in zip(ours.parameters(), stock.parameters()):
+                torch.testing.assert_close(p.grad, q.grad, rtol=1e-5, atol=1e-6)
+    torch.distributed.destroy_process_group()
+    psd.shutdown()
+
+
+def test_results_of_layers_may_be_changed_in_place():
+    run(changes_in_place, 2)
+
