@@ -197,3 +197,31 @@ def changes_in_place():
 def test_results_of_layers_may_be_changed_in_place():
     run(changes_in_place, 2)
 
+
+def late_rates(setting):
+    """What a program is told that changes a setting between backward and step."""
+    import poseidon.torch as psd
+
+    psd.init()
+    model = psd.DistributedDataParallel(nn.Linear(8, 8), update="server")
+    optimizer = psd.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for step in range(2):
+        optimizer.param_groups[0]["lr"] = 0.1 + step
+        model(torch.ones(2, 8)).square().mean().backward()
+        if step == 0:
+            optimizer.step()
+    optimizer.param_groups[0][setting] = 0.5
+    with pytest.raises(RuntimeError) as error:
+        optimizer.step()
+    psd.shutdown()
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    "setting, words",
+    [("lr", ["[1.1]", "[0.5]", "before backward or after step"]), ("momentum", ["momentum=0.5"])],
+)
+def test_a_setting_changed_between_backward_and_step_is_an_error(setting, words):
+    for told in run(late_rates, 2, setting=setting):
+        assert all(word in told for word in words), told
+
