@@ -225,3 +225,102 @@ def test_a_setting_changed_between_backward_and_step_is_an_error(setting, words)
     for told in run(late_rates, 2, setting=setting):
         assert all(word in told for word in words), told
 
+
+def average(model, step, kept):
+    """An average of weights, by torch's functions."""
+    parameters = list(model.parameters())
+    if not kept:
+        kept.extend(p.detach().clone() for p in parameters)
+    torch._foreach_lerp_(kept, parameters, 0.5)
+
+
+def average_data(model, step, kept):
+    if not kept:
+        kept.extend(p.data.clone() for p in model.parameters())
+    for average, p in zip(kept, model.parameters()):
+        average.mul_(0.5).add_(p.data, alpha=0.5)
+
+
+def take_norms(model, step, kept):
+    kept.extend(p.norm() for p in model.parameters())
+    kept.append(nn.utils.parameters_to_vector(model.parameters()).norm())
+
+
+def copy_all(model, step, kept):
+    kept.extend(copy.deepcopy(list(model.parameters())))
+    kept.extend(copy.deepcopy(model.module).parameters())
+    assert {type(p) for p in kept} == {nn.Parameter}
+
+
+def take_arrays(model, step, kept):
+    kept.extend(torch.from_numpy(p.detach().numpy().copy()) for p in model.parameters())
+
+
+LOOKS = [average, average_data, take_norms, copy_all, take_arrays]
+
+
+def looked_at(scheme):
+    import poseidon.torch as psd
+
+    psd.init()
+    torch.distributed.init_process_group("gloo")
+    for look in LOOKS:
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(300, 400), nn.Tanh(), nn.Linear(400, 300))
+        seen = []
+        for wrapper, where in ((nn.parallel.DistributedDataParallel, torch.optim), (psd.DistributedDataParallel, psd)):
+            kept = []
+            settings = {} if where is torch.optim else dict(scheme=scheme, update="server")
+            model = wrapper(copy.deepcopy(net), **settings)
+            optimizer = where.SGD(model.parameters(), lr=1.0)
+            generator = torch.Generator().manual_seed(torch.distributed.get_rank())
+            for step in range(3):
+                optimizer.zero_grad()
+                loss(model(torch.randn(2, 300, generator=generator))).backward()
+                optimizer.step()
+                look(model, step, kept)
+            seen.append(kept)
+        for theirs, ours in zip(*seen):
+            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6, msg=lambda why: f"{look.__name__}: {why}")
+    torch.distributed.destroy_process_group()
+    psd.shutdown()
+
+
+@pytest.mark.parametrize("scheme", ["ps", "sfb"])
+def test_parameters_that_are_on_their_way_are_awaited_by_who_looks_at_them(scheme):
+    run(looked_at, 2, scheme=scheme)
+
+
+def clamp(model):
+    for p in model.parameters():
+        p.data.clamp_(-0.01, 0.01)
+
+
+def look_before_the_step(model):
+    nn.utils.parameters_to_vector(model.parameters())
+
+
+def meddled(meddle):
+    """What a program is told that changes or reads parameters which the shards have."""
+    import poseidon.torch as psd
+
+    psd.init()
+    model = psd.DistributedDataParallel(nn.Linear(8, 8), update="server")
+    optimizer = psd.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(RuntimeError) as error:
+        for _ in range(2):
+            model(torch.ones(2, 8)).square().mean().backward()
+            if meddle is look_before_the_step:
+                meddle(model)
+            optimizer.step()
+            meddle(model)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    "meddle, words",
+    [(clamp, 'needs update="worker"'), (look_before_the_step, "'weight' was looked at between")],
+)
+def test_parameters_that_cannot_be_what_torch_has_are_an_error(meddle, words):
+    for _, told, errors in attempt(meddled, 2, meddle=meddle):
+        assert told is not None and words in told, (told, errors)

@@ -10,6 +10,7 @@ from torch.utils._pytree import tree_leaves
 
 from poseidon import _native
 from poseidon.torch._absent import Absent
+from poseidon.torch._awaited import make_awaited
 from poseidon.torch._buffers import Buffers
 from poseidon.torch._factors import Factored, settle, take_gradients
 from poseidon.torch._hooks import weakly
@@ -236,7 +237,8 @@ class Backward(nn.Module):
             if moved or p._version != m.version:
                 raise RuntimeError(
                     f"parameter '{m.name}' was changed outside its update rule, which the shards do not see: with "
-                    'update="server", load values before the first backward or with poseidon.torch.load'
+                    'update="server", load values before the first backward or with poseidon.torch.load. What changes '
+                    'parameters itself needs update="worker"'
                 )
 
     @or_abort
@@ -277,6 +279,7 @@ class Backward(nn.Module):
             if member.absent is None:
                 member.absent = Absent.like(member.parameter)
             member.parameter.grad = member.absent
+            make_awaited(member.parameter)
 
     def _forget_gradients(self) -> None:
         for member in self._absent:

@@ -5,6 +5,7 @@ from typing import Any, Callable, Iterable, List, Optional, Set
 import torch
 from torch import nn
 
+from poseidon.torch._awaited import give_back
 from poseidon.torch._backward import Backward
 from poseidon.torch._hooks import Hooks
 from poseidon.torch._layers import Member, is_compiled
@@ -91,6 +92,7 @@ class Forward(Backward):
             unit = member.unit
             if unit is not None:
                 self._await(unit) if unit.in_flight else unit.enter()
+            give_back(member.parameter)
 
     def _await_early(self, *_: Any) -> None:
         self._await_those(self._used_early)
@@ -109,3 +111,4 @@ class Forward(Backward):
             member = self._members.get(p)
             if member is not None and member.unit is not None:
                 self._await(member.unit)
+                give_back(p)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from poseidon import _native
 from poseidon.torch._agreement import check_same
+from poseidon.torch._awaited import give_back
 from poseidon.torch._backward import or_abort
 from poseidon.torch._buffers import Buffers
 from poseidon.torch._ddp import DdpInterface, chosen_buffers, chosen_group, refuse
@@ -517,6 +518,7 @@ class DistributedDataParallel(Forward, DdpInterface):
         # Cycles: without them a model's memory is free at once.
         for member in self._members.values():
             member.unit = member.factored = None
+            give_back(member.parameter)
         assert self._part is not None
         self._part.leave(self._sessions(), self._shared, self._doubles)
         self._session = None
