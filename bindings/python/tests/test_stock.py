@@ -324,3 +324,62 @@ def meddled(meddle):
 def test_parameters_that_cannot_be_what_torch_has_are_an_error(meddle, words):
     for _, told, errors in attempt(meddled, 2, meddle=meddle):
         assert told is not None and words in told, (told, errors)
+
+
+class Halved(nn.Module):
+    def forward(self, x):
+        return x / 2
+
+
+def prune_a_weight(linear):
+    prune.l1_unstructured(linear, "weight", amount=0.5)
+
+
+def prune_a_bias(linear):
+    prune.l1_unstructured(linear, "bias", amount=0.5)
+
+
+def halve_a_weight(linear):
+    parametrize.register_parametrization(linear, "weight", Halved())
+
+
+def reshaped(changes, update, when):
+    """A layer by factors whose weight or bias is made of another tensor from step ``when`` on."""
+    import poseidon.torch as psd
+
+    psd.init()
+    torch.distributed.init_process_group("gloo")
+    for change in changes:
+        torch.manual_seed(0)
+        net = Net()
+        models = [nn.parallel.DistributedDataParallel(copy.deepcopy(net))]
+        models.append(psd.DistributedDataParallel(net, scheme="sfb", update=update, batch=3))
+        for model, where in zip(models, (torch.optim, psd if update == "server" else torch.optim)):
+            optimizer = where.SGD(model.parameters(), lr=0.1)
+            for step in range(4):
+                if step == when:
+                    change(model.module.first)
+                    if model is models[0] and change is halve_a_weight:
+                        # torch's wrapper loses a parameter that gets a parametrization.
+                        model = nn.parallel.DistributedDataParallel(model.module)
+                optimizer.zero_grad()
+                loss(model(batch(step))).backward()
+                optimizer.step()
+        models[1].synchronize()
+        for (key, p), q in zip(net.named_parameters(), models[0].parameters()):
+            words = f"{change.__name__}, {update}: {key}"
+            torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-7, msg=lambda why: f"{words}: {why}")
+    torch.distributed.destroy_process_group()
+    psd.shutdown()
+
+
+@pytest.mark.parametrize("update", ["worker", "server"])
+@pytest.mark.parametrize("when", [0, 2])
+def test_layers_that_are_pruned_or_parametrized_later(update, when):
+    changes = [prune_a_weight, prune_a_bias, halve_a_weight]
+    if update == "server" and when > 0:
+        # Torch counts a parametrization as a change of the parameter.
+        changes.remove(halve_a_weight)
+        for _, _, errors in attempt(reshaped, 2, changes=[halve_a_weight], update=update, when=when):
+            assert "'first.weight' was changed outside its update rule" in errors
+    run(reshaped, 2, changes=changes, update=update, when=when)

@@ -16,8 +16,8 @@ def patch(factored: "Factored") -> None:
     @torch.compiler.disable
     def factor_forward(self: nn.Linear, input: Tensor) -> Tensor:
         # A shallow copy of the layer's attributes is bound to this, too; torch.func.functional_call puts in other weights.
-        own = self is factored.linear and self.weight is factored.weight and _is_plain(input)
-        if not own or not torch.is_grad_enabled() or not self.weight.requires_grad or _is_transformed():
+        own = self is factored.linear and self.weight is factored.weight and self.bias is factored.bias
+        if not own or not _is_plain(input) or not torch.is_grad_enabled() or not self.weight.requires_grad or _is_transformed():
             return F.linear(input, self.weight, self.bias)
         # In rows: what a function of our own returns may be changed in-place, unless it is a view.
         is_matrix = input.dim() <= 2

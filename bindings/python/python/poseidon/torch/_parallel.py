@@ -324,7 +324,7 @@ class DistributedDataParallel(Forward, DdpInterface):
         told = [json.loads(facts) for facts in Job.get().gather(topic, json.dumps([rows, devices]))]
         all_rows = [theirs for theirs, _ in told]
         for factored in self._factored:
-            weight = factored.linear.weight
+            weight = factored.weight
             most = max([self._batch or 0, *(r.get(factored.name, 0) for r in all_rows)])
             if self._staleness.is_allowed and weight.is_cuda:
                 most = 0  # A GPU rebuilds the gradient of one step, which all workers take together.
@@ -334,7 +334,7 @@ class DistributedDataParallel(Forward, DdpInterface):
                 factored.unit = None
                 continue
             # Frozen or not: what is trainable was settled when the model was wrapped.
-            members = [self._members[p] for p in factored.linear.parameters(recurse=False) if p in self._members]
+            members = [self._members[p] for p in (factored.weight, factored.bias) if p in self._members]
             # The weight comes first.
             factored.bias_apart = any(member.kind != members[0].kind for member in members)
             members = members[:1] if factored.bias_apart else members
