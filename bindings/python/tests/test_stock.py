@@ -383,3 +383,22 @@ def test_layers_that_are_pruned_or_parametrized_later(update, when):
         for _, _, errors in attempt(reshaped, 2, changes=[halve_a_weight], update=update, when=when):
             assert "'first.weight' was changed outside its update rule" in errors
     run(reshaped, 2, changes=changes, update=update, when=when)
+
+
+def asks_for_repeatable_runs():
+    """Rank 0 asks torch, and rank 1 the wrapper. Returns what they are told if they ask for different things."""
+    import poseidon
+    import poseidon.torch as psd
+
+    psd.init()
+    torch.use_deterministic_algorithms(psd.rank() == 0)
+    psd.DistributedDataParallel(nn.Linear(3, 3), deterministic=True if psd.rank() == 1 else None)
+    with pytest.raises(poseidon.ModelMismatchError) as error:
+        psd.DistributedDataParallel(nn.Linear(3, 3))
+    psd.shutdown()
+    return str(error.value)
+
+
+def test_what_torch_is_told_of_determinism_holds():
+    for told in run(asks_for_repeatable_runs, 2):
+        assert "deterministic is True on worker 0 and False on worker 1" in told

@@ -56,7 +56,8 @@ class DistributedDataParallel(Forward, DdpInterface):
       ``ps`` or ``sfb``.
     * ``batch``: how many rows (samples, or samples times sequence length) a Linear layer sees between
       two synchronisations; worth saying if most steps are larger than the first, by which the plan is made.
-    * ``deterministic``: gradients are added in rank order, so that a run repeats bit by bit.
+    * ``deterministic``: gradients are added in rank order, so that a run repeats bit by bit. The
+      default is what ``torch.use_deterministic_algorithms`` was told.
     * ``init_sync=False``: parameters and buffers begin as each worker has them.
     * ``process_group`` or ``device_mesh`` may be one of all workers; ``mixed_precision``,
       ``delay_all_reduce_named_params`` and ``param_to_hook_all_reduce`` are refused.
@@ -102,7 +103,7 @@ class DistributedDataParallel(Forward, DdpInterface):
         sync: str = "bsp",
         scheme: str = "auto",
         batch: Optional[int] = None,
-        deterministic: bool = False,
+        deterministic: Optional[bool] = None,
     ):
         super().__init__()
         if update not in ("worker", "server"):
@@ -122,6 +123,8 @@ class DistributedDataParallel(Forward, DdpInterface):
         self._sync = sync
         self._scheme = scheme
         self._batch = batch
+        if deterministic is None:
+            deterministic = torch.are_deterministic_algorithms_enabled()
         self._deterministic = deterministic
         self._begin()
         self._refuse_staleness()
