@@ -385,6 +385,59 @@ def test_layers_that_are_pruned_or_parametrized_later(update, when):
     run(reshaped, 2, changes=changes, update=update, when=when)
 
 
+def scale(parameter):
+    parameter.grad.mul_(torch.distributed.get_rank() + 2)
+
+
+def replace(parameter):
+    parameter.grad = parameter.grad.sign()
+
+
+def step_at_once(parameter):
+    with torch.no_grad():
+        parameter.sub_(parameter.grad, alpha=0.1)
+    parameter.grad = None
+
+
+def accumulated_late(hooks, scheme, update="worker"):
+    """Hooks that are registered after wrapping see, and may change, what this worker's pass has made."""
+    import poseidon.torch as psd
+
+    psd.init()
+    torch.distributed.init_process_group("gloo")
+    for hook in hooks:
+        torch.manual_seed(0)
+        # The gradient of the first weight is large enough to go out from its own memory.
+        net = nn.Sequential(nn.Linear(12, 2000), nn.Tanh(), nn.Linear(2000, 10))
+        models = [nn.parallel.DistributedDataParallel(copy.deepcopy(net))]
+        models.append(psd.DistributedDataParallel(net, scheme=scheme, update=update))
+        seen = []
+        for model, where in zip(models, (torch.optim, psd if update == "server" else torch.optim)):
+            optimizer = where.SGD(model.parameters(), lr=0.1)
+            own = []
+            for p in model.parameters():
+                p.register_post_accumulate_grad_hook(lambda p: own.append(p.grad.clone()))
+                p.register_post_accumulate_grad_hook(hook)
+            for step in range(3):
+                optimizer.zero_grad()
+                loss(model(batch(step))).backward()
+                if hook is not step_at_once:
+                    optimizer.step()
+            seen.append(sorted(own, key=torch.Tensor.numel))
+        for theirs, ours in zip(*seen):
+            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6, msg=lambda why: f"{hook.__name__}: {why}")
+        for p, q in zip(net.parameters(), models[0].parameters()):
+            torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-6, msg=lambda why: f"{hook.__name__}: {why}")
+    torch.distributed.destroy_process_group()
+    psd.shutdown()
+
+
+@pytest.mark.parametrize("scheme", ["ps", "sfb"])
+def test_hooks_registered_after_wrapping_see_what_they_see_with_torch(scheme):
+    run(accumulated_late, 2, hooks=[scale, replace, step_at_once], scheme=scheme)
+    run(accumulated_late, 2, hooks=[scale, replace], scheme=scheme, update="server")
+
+
 def asks_for_repeatable_runs():
     """Rank 0 asks torch, and rank 1 the wrapper. Returns what they are told if they ask for different things."""
     import poseidon

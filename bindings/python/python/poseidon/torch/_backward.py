@@ -13,7 +13,7 @@ from poseidon.torch._absent import Absent
 from poseidon.torch._awaited import make_awaited
 from poseidon.torch._buffers import Buffers
 from poseidon.torch._factors import Factored, settle, take_gradients
-from poseidon.torch._hooks import weakly
+from poseidon.torch._hooks import Hooks, weakly
 from poseidon.torch._job import memory, rank
 from poseidon.torch._join import Join
 from poseidon.torch._layers import Member, Unit
@@ -74,6 +74,7 @@ class Backward(nn.Module):
     _staleness: Staleness
     _shared: Buffers
     _absent: List[Member]
+    _hooks: Hooks
 
     @property
     def _expects_unused(self) -> bool:
@@ -200,6 +201,9 @@ class Backward(nn.Module):
                 "torch.utils.checkpoint, pass use_reentrant=False"
             )
         member.is_ready = True
+        if not self._hooks.are_over(parameter):
+            # They see and change this worker's gradient, as with torch's wrapper: it is sent later.
+            return
         unit.missing -= 1
         if unit.missing == 0:
             self._send(unit)
