@@ -455,3 +455,30 @@ def asks_for_repeatable_runs():
 def test_what_torch_is_told_of_determinism_holds():
     for told in run(asks_for_repeatable_runs, 2):
         assert "deterministic is True on worker 0 and False on worker 1" in told
+
+
+def share_a_module():
+    import poseidon.torch as psd
+
+    psd.init()
+    torch.manual_seed(0)
+    shared = nn.Linear(12, 16)
+    first = psd.DistributedDataParallel(nn.Sequential(shared, nn.Linear(16, 3)))
+    value = first(torch.ones(2, 12)).sum()
+    second = psd.DistributedDataParallel(nn.Sequential(shared, nn.Linear(16, 4)), init_sync=False)
+    told = []
+    for call in (value.backward, lambda: first(torch.ones(2, 12))):
+        with pytest.raises(RuntimeError) as error:
+            call()
+        told.append(str(error.value))
+    # The second one works. The mean of the input is 1.5.
+    second.zero_grad()
+    second(torch.full((2, 12), psd.rank() + 1.0)).sum().backward()
+    torch.testing.assert_close(shared.weight.grad[:, 0], 3 * second.module[1].weight.detach().sum(0))
+    psd.shutdown()
+    return told
+
+
+def test_two_wrappers_of_one_module_are_an_error_in_words():
+    for told in run(share_a_module, 2):
+        assert len(told) == 2 and all("or a part of it, was wrapped again" in words for words in told), told

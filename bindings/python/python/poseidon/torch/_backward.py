@@ -24,6 +24,10 @@ from poseidon.torch._staleness import Staleness
 
 # After so many steps in which a layer's gradient had to be sent besides its factors, it goes without them.
 _MOST_REMAINDERS = 3
+CLOSED = (
+    "this model was closed or failed earlier, its module, or a part of it, was wrapped again, or the job "
+    "has ended"
+)
 
 
 def or_abort(method: Callable[..., None]) -> Callable[..., None]:
@@ -154,6 +158,8 @@ class Backward(nn.Module):
 
     @or_abort
     def _on_output(self, _: Tensor) -> None:
+        if not self._is_open and self._expects_gradients and self._goes_to_parameters():
+            raise RuntimeError(CLOSED)
         if not self._is_open:
             return
         if self._ending != torch._C._current_graph_task_id():

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from poseidon.torch._awaited import give_back
-from poseidon.torch._backward import Backward
+from poseidon.torch._backward import CLOSED, Backward
 from poseidon.torch._hooks import Hooks
 from poseidon.torch._layers import Member, is_compiled
 from poseidon.torch._parts import Part
@@ -32,7 +32,7 @@ class Forward(Backward):
         if self._part is None:
             self._take_part()
         if not self._is_open:
-            raise RuntimeError("this model was closed or failed earlier, its module was wrapped again, or the job has ended")
+            raise RuntimeError(CLOSED)
         if self._in_backward and torch._C._current_graph_task_id() == -1:
             why = self._torn()
             self._close(because=why)
