@@ -25,7 +25,7 @@ class Awaited(nn.Parameter):
                 for parameter in value if isinstance(value, (list, tuple)) else (value,):
                     if type(parameter) is Awaited:
                         _await(parameter)
-            if func == Tensor.data.__get__:
+            if func == Tensor.data.__get__:  # type: ignore[attr-defined]
                 # It shares torch's count of changes, unlike `data`: what is written there is noticed.
                 return args[0].detach()
             return func(*args, **kwargs)
@@ -43,7 +43,7 @@ def make_awaited(parameter: nn.Parameter) -> None:
 
 def give_back(parameter: nn.Parameter) -> None:
     if type(parameter) is Awaited:
-        parameter.__class__ = nn.Parameter
+        parameter.__class__ = nn.Parameter  # type: ignore[assignment]
 
 
 def _await(parameter: nn.Parameter) -> None:

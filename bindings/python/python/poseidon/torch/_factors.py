@@ -28,7 +28,8 @@ class Factored:
         self.linear = linear
         # As they were when the model was wrapped: pruning and parametrizations put other tensors
         # in their place.
-        self.weight, self.bias = linear.weight, linear.bias
+        self.weight: Any = linear.weight
+        self.bias: Any = linear.bias
         self.name = name
         self.unit: "Optional[Unit]" = None
         # Of forward passes since the last synchronisation.

@@ -28,7 +28,7 @@ class Hooks:
     def are_over(self, parameter: nn.Parameter) -> bool:
         """Whether no other hook comes after ours when a gradient of ``parameter`` is accumulated."""
         hooks: Dict[int, Any] = parameter._post_accumulate_grad_hooks  # type: ignore[attr-defined]
-        return len(hooks) == 1 or next(reversed(hooks)) in self._ids
+        return len(hooks) <= 1 or next(reversed(hooks)) in self._ids
 
     def before_gradient(self, end: Any, method: Callable[..., None]) -> None:
         """``end`` is the node of torch's graph that is about to add to a parameter's gradient, if there is one to add."""
