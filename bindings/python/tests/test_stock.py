@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import pickle
 
 import pytest
 import torch
@@ -249,6 +250,7 @@ def take_norms(model, step, kept):
 def copy_all(model, step, kept):
     kept.extend(copy.deepcopy(list(model.parameters())))
     kept.extend(copy.deepcopy(model.module).parameters())
+    kept.extend(pickle.loads(pickle.dumps(list(model.parameters()))))
     assert {type(p) for p in kept} == {nn.Parameter}
 
 
