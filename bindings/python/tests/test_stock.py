@@ -402,7 +402,7 @@ def step_at_once(parameter):
 
 
 def accumulated_late(hooks, scheme, update="worker"):
-    """Hooks that are registered after wrapping see, and may change, what this worker's pass has made."""
+    """Hooks registered after wrapping see, and may change, what this worker's pass has made."""
     import poseidon.torch as psd
 
     psd.init()
@@ -441,7 +441,7 @@ def test_hooks_registered_after_wrapping_see_what_they_see_with_torch(scheme):
 
 
 def asks_for_repeatable_runs():
-    """Rank 0 asks torch, and rank 1 the wrapper. Returns what they are told if they ask for different things."""
+    """Rank 0 asks torch, and rank 1 the wrapper. Returns what they are told if they differ."""
     import poseidon
     import poseidon.torch as psd
 

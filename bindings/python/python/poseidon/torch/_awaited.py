@@ -1,4 +1,4 @@
-"""With update="server", parameters that are on their way from the shards: who looks at one waits."""
+"""Parameters that are on their way from the shards (update="server"): who looks at one waits."""
 
 import copy
 from typing import Any
@@ -26,7 +26,7 @@ class Awaited(nn.Parameter):
                     if type(parameter) is Awaited:
                         _await(parameter)
             if func == Tensor.data.__get__:  # type: ignore[attr-defined]
-                # It shares torch's count of changes, unlike `data`: what is written there is noticed.
+                # Unlike `data` it shares torch's count of changes, so that writes are noticed.
                 return args[0].detach()
             return func(*args, **kwargs)
 

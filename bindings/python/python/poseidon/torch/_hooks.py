@@ -26,7 +26,7 @@ class Hooks:
         self._keep(parameter.register_post_accumulate_grad_hook(weakly(method, *first)))
 
     def are_over(self, parameter: nn.Parameter) -> bool:
-        """Whether no other hook comes after ours when a gradient of ``parameter`` is accumulated."""
+        """Whether no hook comes after ours when a gradient of ``parameter`` is accumulated."""
         hooks: Dict[int, Any] = parameter._post_accumulate_grad_hooks  # type: ignore[attr-defined]
         return len(hooks) <= 1 or next(reversed(hooks)) in self._ids
 
