@@ -9,6 +9,7 @@ import torch
 from cluster import attempt, run
 from torch import nn
 from torch.nn.utils import parametrize, prune
+from torch.utils.checkpoint import checkpoint
 
 
 class Net(nn.Module):
@@ -484,3 +485,28 @@ def share_a_module():
 def test_two_wrappers_of_one_module_are_an_error_in_words():
     for told in run(share_a_module, 2):
         assert len(told) == 2 and all("or a part of it, was wrapped again" in words for words in told), told
+
+
+class Checkpointed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(12, 16), nn.Linear(16, 10)
+
+    def forward(self, x):
+        hidden = checkpoint(self.first, x.requires_grad_(), use_reentrant=True)
+        return Opaque(checkpoint(self.last, hidden, use_reentrant=True))
+
+
+def reentrant_passes():
+    import poseidon.torch as psd
+
+    psd.init()
+    model = psd.DistributedDataParallel(Checkpointed(), find_unused_parameters=True)
+    with pytest.raises(RuntimeError) as error:
+        loss(model(torch.ones(3, 12)).result).backward()
+    return str(error.value)
+
+
+def test_checkpoints_whose_passes_end_too_early_are_an_error():
+    for _, told, errors in attempt(reentrant_passes, 2):
+        assert told is not None and "use_reentrant=False" in told, (told, errors)

@@ -1,12 +1,14 @@
 """What a wrapper does in backward passes: gradients leave as they are made."""
 
 import functools
+import sys
 from typing import Any, Callable, Dict, List, Optional, Sequence, Set
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import CheckpointFunction
 
 from poseidon import _native
 from poseidon.torch._absent import Absent
@@ -119,6 +121,11 @@ class Backward(nn.Module):
             raise RuntimeError(
                 f"worker {rank()}: a second backward before step(): with update=\"server\" the first one has stepped "
                 "the parameters. Use no_sync() to accumulate gradients"
+            )
+        if self._ending is None and _is_in_checkpoint():
+            raise RuntimeError(
+                f"worker {rank()}: a checkpoint's pass ends before that of the loss, whose outputs were not seen. With "
+                "torch.utils.checkpoint, pass use_reentrant=False"
             )
         self._forwards -= 1
         self._expects_gradients = False
@@ -419,3 +426,11 @@ class Backward(nn.Module):
         # Whoever has the gradients decides how long they stay.
         for unit in self._units:
             unit.result = None
+
+
+def _is_in_checkpoint() -> bool:
+    """Whether this pass is inside another one, as with ``use_reentrant=True``."""
+    frame = sys._getframe()
+    while frame.f_back is not None and frame.f_code is not CheckpointFunction.backward.__code__:
+        frame = frame.f_back
+    return frame.f_back is not None
