@@ -313,6 +313,41 @@ def test_groups_share_connections():
     run(groups_of_groups, 3)
 
 
+def fully_sharded():
+    """Training with torch's FSDP on the backend, beside the same on Gloo."""
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import fully_shard
+
+    rank, _, gloo = start()
+    meshes = [DeviceMesh.from_group(group, "cpu") for group in (dist.group.WORLD, gloo)]
+    ends = []
+    for mesh in meshes:
+        torch.manual_seed(0)
+        model = MODELS["mlp"]()
+        for layer in model.layers:
+            if isinstance(layer, torch.nn.Linear):
+                fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+        for x, y in batches("mlp", 3, 4, seed=rank):
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+        ends.append([p.full_tensor() for p in model.parameters()])
+    dist.destroy_process_group()
+    for ours, theirs in zip(*ends):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_fully_sharded_models_train_as_on_gloo():
+    import torch.distributed.fsdp
+
+    if not hasattr(torch.distributed.fsdp, "fully_shard"):
+        pytest.skip("this version of torch has none")
+    run(fully_sharded, 2)
+
+
 class Stream:
     """In the place of a GPU's stream: notes what is put on it."""
 

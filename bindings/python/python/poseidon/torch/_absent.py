@@ -5,10 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from poseidon.torch._watch import VIEWS
+from poseidon.torch._watch import looks_at_values
 
-# Of these, the answer does not depend on the values.
-_QUESTIONS = {"size", "dim", "ndimension", "numel", "nelement", "element_size", "is_floating_point", "is_complex"}
 # How torch's zero_grad(set_to_none=False) forgets a gradient.
 _ZEROING = {"zero_", "detach_", "requires_grad_", "_foreach_zero_"}
 
@@ -30,8 +28,7 @@ class Absent(Tensor):
         name = getattr(func, "__name__", "")
         if name in _ZEROING:
             return args[0]
-        is_attribute = name in ("__get__", "__set__") and getattr(func, "__self__", None) not in VIEWS
-        if name in _QUESTIONS or is_attribute:
+        if not looks_at_values(func):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         raise RuntimeError(

@@ -1,18 +1,21 @@
 """What a wrapper does in backward passes: gradients leave as they are made."""
 
 import functools
+import sys
 from typing import Any, Callable, Dict, List, Optional, Sequence, Set
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import CheckpointFunction
 
 from poseidon import _native
 from poseidon.torch._absent import Absent
+from poseidon.torch._awaited import make_awaited
 from poseidon.torch._buffers import Buffers
 from poseidon.torch._factors import Factored, settle, take_gradients
-from poseidon.torch._hooks import weakly
+from poseidon.torch._hooks import Hooks, weakly
 from poseidon.torch._job import memory, rank
 from poseidon.torch._join import Join
 from poseidon.torch._layers import Member, Unit
@@ -23,6 +26,10 @@ from poseidon.torch._staleness import Staleness
 
 # After so many steps in which a layer's gradient had to be sent besides its factors, it goes without them.
 _MOST_REMAINDERS = 3
+CLOSED = (
+    "this model was closed or failed earlier, its module, or a part of it, was wrapped again, or the job "
+    "has ended"
+)
 
 
 def or_abort(method: Callable[..., None]) -> Callable[..., None]:
@@ -67,14 +74,13 @@ class Backward(nn.Module):
     _synchronises: bool
     _in_backward: bool
     _ending: Optional[int]
-    _sees_outputs: bool
-    _early: List[Member]
-    _early_pass: int
+    _expects_gradients: bool
     _forwards: int
     _stepped: bool
     _staleness: Staleness
     _shared: Buffers
     _absent: List[Member]
+    _hooks: Hooks
 
     @property
     def _expects_unused(self) -> bool:
@@ -82,24 +88,29 @@ class Backward(nn.Module):
         return self.find_unused_parameters or self.static_graph
 
     @torch.compiler.disable
-    def _hook_outputs(self, result: Any) -> None:
-        """Backward begins at the outputs, in the outermost pass: one in a checkpoint is part of it."""
-        self._sees_outputs = False
+    def _end_forward(self, result: Any) -> None:
+        """Backward begins at the outputs, in the outermost pass: one in a checkpoint is part of it.
+
+        Not all outputs can be hooked: some are in objects, and a view that is changed in-place
+        loses its hooks. A pass from there begins at the first parameter.
+        """
+        if not self._synchronises:
+            return
+        self._expects_gradients = True
+        self._forwards += 1
         for output in tree_leaves(result):
             if isinstance(output, Tensor) and output.requires_grad and output.grad_fn is not None:
                 output.register_hook(weakly(self._on_output))
-                self._sees_outputs = True
 
     @or_abort
     def _begin_backward(self) -> None:
         """A pass has reached the wrapper's outputs, or a parameter. Begins to synchronise, if the pass is one that does.
 
-        One that does not go through the outputs, ``model.module(x).backward()``, leaves its gradients here, as with
-        torch's wrapper: the next pass that synchronises sends them.
+        It does if gradients are expected: the rule of torch's wrapper. Otherwise they stay here,
+        and the next pass that synchronises sends them. A pass through outputs of a synchronised
+        forward is never left out.
         """
-        if self._in_backward or not self._synchronises:
-            return
-        if self._ending is None and (self._sees_outputs or self._forwards == 0):
+        if self._in_backward or (self._ending is None and not self._expects_gradients):
             return
         if self._forwards == 0:
             raise RuntimeError(
@@ -111,7 +122,13 @@ class Backward(nn.Module):
                 f"worker {rank()}: a second backward before step(): with update=\"server\" the first one has stepped "
                 "the parameters. Use no_sync() to accumulate gradients"
             )
+        if self._ending is None and _is_in_checkpoint():
+            raise RuntimeError(
+                f"worker {rank()}: a checkpoint's pass ends before that of the loss, whose outputs were not seen. With "
+                "torch.utils.checkpoint, pass use_reentrant=False"
+            )
         self._forwards -= 1
+        self._expects_gradients = False
         self._in_backward = True
         if self._ending is None:
             self._expect_end()
@@ -134,9 +151,6 @@ class Backward(nn.Module):
         self._note_pass(is_backward=True)
         for unit in self._units:
             unit.begin()
-        early, self._early = self._early, []
-        for member in early if self._early_pass == torch._C._current_graph_task_id() else ():
-            self._on_gradient(member, member.parameter)
 
     @torch.compiler.disable
     def _note_pass(self, is_backward: bool) -> None:
@@ -151,7 +165,9 @@ class Backward(nn.Module):
 
     @or_abort
     def _on_output(self, _: Tensor) -> None:
-        if not self._synchronises or not self._is_open:
+        if not self._is_open and self._expects_gradients and self._goes_to_parameters():
+            raise RuntimeError(CLOSED)
+        if not self._is_open:
             return
         if self._ending != torch._C._current_graph_task_id():
             self._expect_end()
@@ -178,12 +194,9 @@ class Backward(nn.Module):
     def _on_gradient(self, member: Member, parameter: nn.Parameter) -> None:
         """Called for each parameter: every microsecond counts."""
         member.is_used = True
-        if not self._synchronises:
-            return
         if not self._in_backward:
             self._begin_backward()
             if not self._in_backward:
-                self._note_early(member)
                 return
         unit = member.unit
         assert unit is not None
@@ -201,16 +214,12 @@ class Backward(nn.Module):
                 "torch.utils.checkpoint, pass use_reentrant=False"
             )
         member.is_ready = True
+        if not self._hooks.are_over(parameter):
+            # They see and change this worker's gradient, as with torch's wrapper: it is sent later.
+            return
         unit.missing -= 1
         if unit.missing == 0:
             self._send(unit)
-
-    def _note_early(self, member: Member) -> None:
-        """A gradient has come before the pass went through the wrapper's outputs, if it ever will."""
-        current = torch._C._current_graph_task_id()
-        if current != self._early_pass:
-            self._early, self._early_pass = [], current
-        self._early.append(member)
 
     def _send(self, unit: Unit) -> None:
         assert self._session is not None
@@ -245,7 +254,8 @@ class Backward(nn.Module):
             if moved or p._version != m.version:
                 raise RuntimeError(
                     f"parameter '{m.name}' was changed outside its update rule, which the shards do not see: with "
-                    'update="server", load values before the first backward or with poseidon.torch.load'
+                    'update="server", load values before the first backward or with poseidon.torch.load. What changes '
+                    'parameters itself needs update="worker"'
                 )
 
     @or_abort
@@ -286,6 +296,7 @@ class Backward(nn.Module):
             if member.absent is None:
                 member.absent = Absent.like(member.parameter)
             member.parameter.grad = member.absent
+            make_awaited(member.parameter)
 
     def _forget_gradients(self) -> None:
         for member in self._absent:
@@ -415,3 +426,11 @@ class Backward(nn.Module):
         # Whoever has the gradients decides how long they stay.
         for unit in self._units:
             unit.result = None
+
+
+def _is_in_checkpoint() -> bool:
+    """Whether this pass is inside another one, as with ``use_reentrant=True``."""
+    frame = sys._getframe()
+    while frame.f_back is not None and frame.f_code is not CheckpointFunction.backward.__code__:
+        frame = frame.f_back
+    return frame.f_back is not None

@@ -58,7 +58,7 @@ class DdpInterface:
 
     @property
     def require_backward_grad_sync(self) -> bool:
-        """Whether the next backward synchronises. False within ``no_sync``."""
+        """Whether the next forward's gradients are synchronised. False within ``no_sync``."""
         return self._synchronises
 
     @require_backward_grad_sync.setter
@@ -108,7 +108,7 @@ class DdpInterface:
 
     @property
     def reducer(self) -> "Reducer":
-        return Reducer()
+        return Reducer(self)
 
     @property
     def require_manual_backward_finalization(self) -> bool:
@@ -231,10 +231,15 @@ class DdpInterface:
 
 
 class Reducer:
-    """What libraries call of torch's reducer. Here a backward pass prepares itself."""
+    """What libraries call of torch's reducer."""
+
+    def __init__(self, model: Any):
+        self._model = model
 
     def prepare_for_backward(self, outputs: Iterable[Any]) -> None:
-        pass
+        """The next backward synchronises, though its forward was in ``no_sync``."""
+        self._model._expects_gradients = True
+        self._model._forwards = max(self._model._forwards, 1)
 
     def _rebuild_buckets(self) -> bool:
         return False

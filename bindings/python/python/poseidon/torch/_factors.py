@@ -26,7 +26,10 @@ class Factored:
         # Not kept alive by its layers: a model that is deleted ends then, not when garbage is collected.
         self.owner = weakref.proxy(owner)
         self.linear = linear
-        self.weight = linear.weight
+        # As they were when the model was wrapped: pruning and parametrizations put other tensors
+        # in their place.
+        self.weight: Any = linear.weight
+        self.bias: Any = linear.bias
         self.name = name
         self.unit: "Optional[Unit]" = None
         # Of forward passes since the last synchronisation.
@@ -54,7 +57,7 @@ class Factored:
 
     @property
     def _all(self) -> List[nn.Parameter]:
-        both: Tuple[Any, Any] = (self.linear.weight, None if self.bias_apart else self.linear.bias)
+        both: Tuple[Any, Any] = (self.weight, None if self.bias_apart else self.bias)
         return [p for p in both if p is not None]
 
     def take(self, u: Tensor, v: Tensor, is_last: bool) -> bool:
@@ -97,7 +100,7 @@ class Factored:
             member = self.owner._members.get(p)
             if member is not None:
                 member.is_used = True
-            gradient = (u.t() @ v if p is self.linear.weight else u.sum(0)).to(p.dtype)
+            gradient = (u.t() @ v if p is self.weight else u.sum(0)).to(p.dtype)
             if p.grad is None:
                 p.grad = gradient
             else:
@@ -136,7 +139,7 @@ class Factored:
             self.parts = []
         for p, gradient in self.before if self.parts else ():
             # A bias that turned out to be stepped by another rule than the weight goes by itself.
-            if p is self.linear.weight or not self.bias_apart:
+            if p is self.weight or not self.bias_apart:
                 p.grad = gradient
         self.before = []
 
@@ -170,7 +173,7 @@ def take_gradients(layers: Sequence[Factored]) -> None:
     there = awaited([[p.grad.any() for p in layer._all if p.grad is not None] for layer in layers])
     for layer, is_there in zip(layers, there):
         if is_there:
-            layer.parts.append(as_factors(layer.linear))
+            layer.parts.append(as_factors(layer))
         for p in layer._all:
             p.grad = None
 
@@ -179,19 +182,19 @@ def _factor(tensor: Tensor, dtype: Optional[torch.dtype] = None) -> Tensor:
     return tensor.detach().to(dtype or tensor.dtype).contiguous()
 
 
-def as_factors(linear: nn.Linear) -> Tuple[Tensor, Tensor]:
+def as_factors(layer: Any) -> Tuple[Tensor, Tensor]:
     """Factors that give the gradients a layer has: a row for each row or column of the weight's, and one for the bias.
 
     The bias' gradient is the sum of all u. So the u of the weight's rows are scaled to almost nothing, and their v the
     other way. The scale is a power of two, which changes no digit.
     """
-    m, n = linear.weight.shape
-    plain: Any = dict(dtype=torch.float32, device=linear.weight.device)
-    weight = torch.zeros(m, n, **plain) if linear.weight.grad is None else _factor(linear.weight.grad, torch.float32)
-    given = None if linear.bias is None else linear.bias.grad
+    m, n = layer.weight.shape
+    plain: Any = dict(dtype=torch.float32, device=layer.weight.device)
+    weight = torch.zeros(m, n, **plain) if layer.weight.grad is None else _factor(layer.weight.grad, torch.float32)
+    given = None if layer.bias is None else layer.bias.grad
     bias = torch.zeros(m, **plain) if given is None else _factor(given, torch.float32)
     eye, none = torch.eye(min(m, n), **plain), torch.zeros(1, n, **plain)
-    if linear.weight.dtype == torch.float16:
+    if layer.weight.dtype == torch.float16:
         # Factors travel in the layer's type, and this one has no room for the scale. So each row goes twice, with
         # opposite signs, and the sum of those u is 0.
         u, v = (eye / 2, weight) if m <= n else (weight.t(), eye / 2)

@@ -5,7 +5,8 @@ from typing import Any, Callable, Iterable, List, Optional, Set
 import torch
 from torch import nn
 
-from poseidon.torch._backward import Backward
+from poseidon.torch._awaited import give_back
+from poseidon.torch._backward import CLOSED, Backward
 from poseidon.torch._hooks import Hooks
 from poseidon.torch._layers import Member, is_compiled
 from poseidon.torch._parts import Part
@@ -31,7 +32,7 @@ class Forward(Backward):
         if self._part is None:
             self._take_part()
         if not self._is_open:
-            raise RuntimeError("this model was closed or failed earlier, its module was wrapped again, or the job has ended")
+            raise RuntimeError(CLOSED)
         if self._in_backward and torch._C._current_graph_task_id() == -1:
             why = self._torn()
             self._close(because=why)
@@ -39,7 +40,6 @@ class Forward(Backward):
         if torch._C._current_graph_task_id() == -1:
             self._ending = None
         self._entered = set()
-        self._forwards += 1
         self._forget_gradients()
         if self._join is None:
             self._share_buffers(self._synchronises)
@@ -92,6 +92,7 @@ class Forward(Backward):
             unit = member.unit
             if unit is not None:
                 self._await(unit) if unit.in_flight else unit.enter()
+            give_back(member.parameter)
 
     def _await_early(self, *_: Any) -> None:
         self._await_those(self._used_early)
@@ -110,3 +111,4 @@ class Forward(Backward):
             member = self._members.get(p)
             if member is not None and member.unit is not None:
                 self._await(member.unit)
+                give_back(p)

@@ -25,6 +25,11 @@ class Hooks:
     def on_gradient(self, parameter: nn.Parameter, method: Callable[..., None], *first: Any) -> None:
         self._keep(parameter.register_post_accumulate_grad_hook(weakly(method, *first)))
 
+    def are_over(self, parameter: nn.Parameter) -> bool:
+        """Whether no hook comes after ours when a gradient of ``parameter`` is accumulated."""
+        hooks: Dict[int, Any] = parameter._post_accumulate_grad_hooks  # type: ignore[attr-defined]
+        return len(hooks) <= 1 or next(reversed(hooks)) in self._ids
+
     def before_gradient(self, end: Any, method: Callable[..., None]) -> None:
         """``end`` is the node of torch's graph that is about to add to a parameter's gradient, if there is one to add."""
         self._keep(end.register_prehook(weakly(method)))

@@ -16,14 +16,17 @@ def patch(factored: "Factored") -> None:
     @torch.compiler.disable
     def factor_forward(self: nn.Linear, input: Tensor) -> Tensor:
         # A shallow copy of the layer's attributes is bound to this, too; torch.func.functional_call puts in other weights.
-        own = self is factored.linear and self.weight is factored.weight and _is_plain(input)
-        if not own or not torch.is_grad_enabled() or not self.weight.requires_grad or _is_transformed():
+        own = self is factored.linear and self.weight is factored.weight and self.bias is factored.bias
+        if not own or not _is_plain(input) or not torch.is_grad_enabled() or not self.weight.requires_grad or _is_transformed():
             return F.linear(input, self.weight, self.bias)
+        # In rows: what a function of our own returns may be changed in-place, unless it is a view.
+        is_matrix = input.dim() <= 2
         factored.inside += 1
         try:
-            return _FactorLinear.apply(input, self.weight, self.bias, factored)
+            result = _FactorLinear.apply(input if is_matrix else input.flatten(0, -2), self.weight, self.bias, factored)
         finally:
             factored.inside -= 1
+        return result if is_matrix else result.unflatten(0, input.shape[:-1])
 
     linear = factored.linear
     linear.forward = types.MethodType(factor_forward, linear)  # type: ignore[method-assign]

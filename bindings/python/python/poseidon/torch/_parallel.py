@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from poseidon import _native
 from poseidon.torch._agreement import check_same
+from poseidon.torch._awaited import give_back
 from poseidon.torch._backward import or_abort
 from poseidon.torch._buffers import Buffers
 from poseidon.torch._ddp import DdpInterface, chosen_buffers, chosen_group, refuse
@@ -55,7 +56,8 @@ class DistributedDataParallel(Forward, DdpInterface):
       ``ps`` or ``sfb``.
     * ``batch``: how many rows (samples, or samples times sequence length) a Linear layer sees between
       two synchronisations; worth saying if most steps are larger than the first, by which the plan is made.
-    * ``deterministic``: gradients are added in rank order, so that a run repeats bit by bit.
+    * ``deterministic``: gradients are added in rank order, so that a run repeats bit by bit. The
+      default is what ``torch.use_deterministic_algorithms`` was told.
     * ``init_sync=False``: parameters and buffers begin as each worker has them.
     * ``process_group`` or ``device_mesh`` may be one of all workers; ``mixed_precision``,
       ``delay_all_reduce_named_params`` and ``param_to_hook_all_reduce`` are refused.
@@ -65,7 +67,9 @@ class DistributedDataParallel(Forward, DdpInterface):
 
     During ``no_sync``, Linear layers that go by factors make gradients as ever, and keep copies of their factors beside
     them, which are sent instead if nobody changes the gradients. Whatever else is in ``grad`` is averaged as it is.
-    A backward that does not go through this wrapper's outputs leaves its gradients to the next one that does.
+    As with torch's, a backward is synchronised if it is the first after a forward outside
+    ``no_sync``. Others, such as ``model.module(x).backward()``, leave their gradients to the next
+    one that is.
 
     How layers go is decided at the first synchronised backward, when it is known how many rows each
     Linear layer sees. ``sessions_plan()`` then tells.
@@ -99,7 +103,7 @@ class DistributedDataParallel(Forward, DdpInterface):
         sync: str = "bsp",
         scheme: str = "auto",
         batch: Optional[int] = None,
-        deterministic: bool = False,
+        deterministic: Optional[bool] = None,
     ):
         super().__init__()
         if update not in ("worker", "server"):
@@ -119,6 +123,8 @@ class DistributedDataParallel(Forward, DdpInterface):
         self._sync = sync
         self._scheme = scheme
         self._batch = batch
+        if deterministic is None:
+            deterministic = torch.are_deterministic_algorithms_enabled()
         self._deterministic = deterministic
         self._begin()
         self._refuse_staleness()
@@ -145,11 +151,9 @@ class DistributedDataParallel(Forward, DdpInterface):
         self._in_backward = False
         # The backward pass at whose end `_end_pass` will be called, as torch numbers them.
         self._ending: Optional[int] = None
-        # Whether the last forward had outputs at which its backward is seen to begin.
-        self._sees_outputs = False
-        # What got gradients in a pass that has not come through the outputs yet, and which pass that is.
-        self._early: List[Member] = []
-        self._early_pass = -1
+        # Set by a synchronised forward, until a synchronised backward begins.
+        self._expects_gradients = False
+        # Synchronised forwards whose backward has not been.
         self._forwards = 0
         self._stepped = True
         self._staleness = Staleness(self._sync)
@@ -201,12 +205,12 @@ class DistributedDataParallel(Forward, DdpInterface):
         else:
             result = self._watched_forward(*args, **kwargs)
         self._note_pass_end()
-        self._hook_outputs(result)
+        self._end_forward(result)
         return result
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward passes inside accumulate gradients locally; the next one outside sends them."""
+        """Gradients of forwards inside add up here. The next synchronised backward sends them."""
         before, self._synchronises = self._synchronises, False
         try:
             yield
@@ -323,7 +327,7 @@ class DistributedDataParallel(Forward, DdpInterface):
         told = [json.loads(facts) for facts in Job.get().gather(topic, json.dumps([rows, devices]))]
         all_rows = [theirs for theirs, _ in told]
         for factored in self._factored:
-            weight = factored.linear.weight
+            weight = factored.weight
             most = max([self._batch or 0, *(r.get(factored.name, 0) for r in all_rows)])
             if self._staleness.is_allowed and weight.is_cuda:
                 most = 0  # A GPU rebuilds the gradient of one step, which all workers take together.
@@ -333,7 +337,7 @@ class DistributedDataParallel(Forward, DdpInterface):
                 factored.unit = None
                 continue
             # Frozen or not: what is trainable was settled when the model was wrapped.
-            members = [self._members[p] for p in factored.linear.parameters(recurse=False) if p in self._members]
+            members = [self._members[p] for p in (factored.weight, factored.bias) if p in self._members]
             # The weight comes first.
             factored.bias_apart = any(member.kind != members[0].kind for member in members)
             members = members[:1] if factored.bias_apart else members
@@ -517,6 +521,7 @@ class DistributedDataParallel(Forward, DdpInterface):
         # Cycles: without them a model's memory is free at once.
         for member in self._members.values():
             member.unit = member.factored = None
+            give_back(member.parameter)
         assert self._part is not None
         self._part.leave(self._sessions(), self._shared, self._doubles)
         self._session = None

@@ -134,6 +134,14 @@ class Rule(torch.optim.Optimizer):
         """The shards have taken the step, or are about to."""
         if closure is not None:
             raise ValueError("a closure is evaluated between steps, but the shards step during backward")
+        if not self._owner._stepped:
+            self.check()
+            if self.rates() != self._owner._rates:
+                raise RuntimeError(
+                    f"the shards have stepped at the learning rates {self._owner._rates} during backward, "
+                    f'and now they are {self.rates()}: with update="server", change learning rates before '
+                    "backward or after step()"
+                )
         self._owner._note_step()
 
     def state_dict(self) -> Dict[str, Any]:  # type: ignore[override]
