@@ -82,3 +82,9 @@ def test_the_ten_lines_of_the_readme_run_as_they_are():
     assert len(lines) == 1 and len(lines[0].splitlines()) <= 10
     first, second = run(runs_the_readme, 2, lines=lines[0])
     assert all((a == b).all() for a, b in zip(first, second))
+
+
+def test_the_plot_of_the_readme_shows_what_its_table_says():
+    rows = re.findall(r"^\| [^|]+ \| ([\d.]+) \| ([\d.]+) \| \[", (ROOT / "README.md").read_text(), re.MULTILINE)
+    shown = re.findall(r">(\d\.\d\d)</text>", (ROOT / "docs/figures/measured.svg").read_text())
+    assert rows and shown == [f"{float(ddp) / float(ours):.2f}" for ours, ddp in rows]
