@@ -34,7 +34,8 @@ impl Job {
         let flags = "train --model small.toml --workers 3 --batch 4 --epochs 100000 --compute 100ms \
                      --slow 2:4 --report report --dashboard :0";
         train.args(flags.split_whitespace());
-        train.env_clear().env("HOME", folder.path()).current_dir(&folder);
+        train.env_clear().env("HOME", folder.path()).env("POSEIDON_METRICS", "127.0.0.1:0");
+        train.current_dir(&folder);
         train.stdin(Stdio::null()).stdout(Stdio::null()).stderr(errors);
         let mut train = train.spawn().unwrap();
         let errors = || std::fs::read_to_string(folder.path().join("stderr")).unwrap();
@@ -79,6 +80,18 @@ impl Job {
         let mut command = Command::new(POSEIDON);
         command.args(arguments).env_clear().env("HOME", self.folder.path()).env("COLUMNS", "100");
         command.stdin(Stdio::null()).output().unwrap()
+    }
+
+    /// Where the nodes serve their own metrics.
+    fn metrics(&self) -> Vec<String> {
+        let mut found = Vec::new();
+        wait_for("every worker serves metrics", || {
+            let errors = std::fs::read_to_string(self.folder.path().join("stderr")).unwrap();
+            let after = errors.split(" serves metrics at http://").skip(1);
+            found = after.filter_map(|rest| Some(rest.split_once('/')?.0.to_owned())).collect();
+            found.len() == 3
+        });
+        found
     }
 
     /// The coordinator's address, as a worker knows it.
@@ -349,14 +362,15 @@ fn top_answers_to_keys_and_to_its_terminal_and_leaves_it_as_it_was() {
 }
 
 #[test]
-fn prometheus_scrapes_the_whole_job() {
+fn prometheus_scrapes_the_whole_job_and_each_node() {
     let Some(prometheus) = installed("prometheus") else { return };
     let job = Job::start();
     let at = |name: &str| job.folder.path().join(name);
     let config = format!(
         "global:\n  scrape_interval: 1s\nscrape_configs:\n  - job_name: p\n    static_configs:\n      \
-         - targets: ['{}']\n",
-        job.page
+         - targets: ['{}', '{}']\n",
+        job.page,
+        job.metrics().join("', '")
     );
     std::fs::write(at("prometheus.yml"), config).unwrap();
     let free = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
@@ -381,6 +395,15 @@ fn prometheus_scrapes_the_whole_job() {
     wait_for("Prometheus knows three nodes that make steps", || {
         let Some(answer) = ask("poseidon_node_steps_total%3E0") else { return false };
         answer["data"]["result"].as_array().is_some_and(|nodes| nodes.len() == 3)
+    });
+    wait_for("Prometheus knows what each node says of itself", || {
+        let counts = ["poseidon_steps_total", "poseidon_lane_busy_seconds_total"].map(|metric| {
+            let answer = ask(&format!("count(count%20by%20(instance)({metric}%3E0))"));
+            let count =
+                |answer: Value| answer["data"]["result"][0]["value"][1].as_str().map(String::from);
+            answer.and_then(count)
+        });
+        counts.iter().all(|count| count.as_deref() == Some("3"))
     });
 }
 
