@@ -1,6 +1,7 @@
 //! `poseidon doctor`: looks at machines and the network between them before a job runs on them.
 
 mod facts;
+mod gpus;
 mod judge;
 mod saved;
 mod text;
@@ -11,6 +12,7 @@ use crate::report::write_whole;
 use crate::terminal::say;
 use anyhow::Context;
 use facts::Facts;
+use gpus::Gpu;
 use judge::{Finding, Topic};
 use poseidon::check::{CheckMember, Choice, Way, reach};
 use poseidon::{Config, NodeId};
@@ -26,7 +28,7 @@ use std::time::Duration;
 /// memory, limits, clocks, and for every pair of nodes whether it can connect, its round trip, the
 /// largest packet that passes, what was sent again, and bytes per second both ways. What is wrong
 /// comes last, with what to do about it. A pair takes about half a second, and 64 MB each way at
-/// most.
+/// most. Where there are NVIDIA's GPUs, it also says how fast bytes go to and from each.
 ///
 /// With names of hosts, outside a job: whether the names resolve and the coordinator's port answers.
 /// With nothing: this machine alone.
@@ -74,6 +76,9 @@ struct NodeReport {
     /// Where it listens, first interface first. Empty outside a job.
     listens: Vec<Listens>,
     facts: Facts,
+    /// The host's, with its first node.
+    #[serde(default)]
+    gpus: Vec<Gpu>,
 }
 
 /// An address that a node listens on.
@@ -137,11 +142,15 @@ fn check_job(config: &Config) -> Result<(Report, CheckMember), poseidon::Error> 
     let mut member = CheckMember::join(config)?;
     let listens: Vec<Listens> = member.choices().map(Listens::new).collect();
     let mtu = listens.first().and_then(|listens| listens.mtu);
+    let host = member.nodes()[member.node().index()].host.clone();
+    let first = member.nodes().iter().position(|node| node.host == host);
     let node = NodeReport {
         name: member.name(member.node()),
-        host: member.nodes()[member.node().index()].host.clone(),
         listens,
         facts: Facts::here(),
+        // One at a time: they share the machine's memory.
+        gpus: if first == Some(member.node().index()) { Gpu::measure_all() } else { Vec::new() },
+        host,
     };
     let nodes = member.gather("doctor: nodes", &node)?;
     let ways = member.measure(mtu)?;
@@ -157,7 +166,8 @@ fn local(config: Option<&Config>) -> Report {
         None => "this machine".into(),
     };
     let (host, listens) = (String::new(), Vec::new());
-    let nodes = vec![NodeReport { name, host, listens, facts: Facts::here() }];
+    let (facts, gpus) = (Facts::here(), Gpu::measure_all());
+    let nodes = vec![NodeReport { name, host, listens, facts, gpus }];
     let findings = judge::findings(&nodes, &[]);
     Report { nodes, findings, ..Report::default() }
 }

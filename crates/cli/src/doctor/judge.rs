@@ -1,6 +1,7 @@
 //! What is wrong, and what to do about it: decisions about facts that others have gathered.
 
 use super::NodeReport;
+use super::gpus::Gpu;
 use crate::report::units;
 use poseidon::check::{Need, Unreached, Way, WayFailure};
 use poseidon::{NodeId, Rate};
@@ -33,6 +34,7 @@ pub(super) enum Topic {
     Loss,
     Clock,
     Processor,
+    Copies,
     Memory,
     Limits,
 }
@@ -52,6 +54,7 @@ impl Topic {
             Self::Loss => "loss",
             Self::Clock => "clock",
             Self::Processor => "processor",
+            Self::Copies => "copies",
             Self::Memory => "memory",
             Self::Limits => "limits",
         }
@@ -93,6 +96,7 @@ pub(super) fn findings(nodes: &[NodeReport], ways: &[Way]) -> Vec<Finding> {
     let mut findings = Vec::new();
     judge.machines(&mut findings);
     judge.unlike_others(&mut findings);
+    judge.copies(&mut findings);
     judge.clocks(&mut findings);
     judge.connections(&mut findings);
     judge.packets(&mut findings);
@@ -331,6 +335,39 @@ impl Judge<'_> {
     }
 
     /// Ways that are much slower than most, told by node where all ways of a node are.
+    /// Copies that are slower than those of other GPUs, and such as could not be measured.
+    fn copies(&self, findings: &mut Vec<Finding>) {
+        let gpus =
+            || self.nodes.iter().flat_map(|node| node.gpus.iter().map(move |gpu| (node, gpu)));
+        for (node, gpu) in gpus() {
+            let Some(fault) = &gpu.fault else { continue };
+            let what = format!("GPU {} of {} cannot be used: {fault}", gpu.number, node.name);
+            let fix = "look at 'nvidia-smi' on this machine, if the job is to use its GPUs";
+            findings.push(Finding::note(Topic::Copies, what, fix));
+        }
+        let ways: [(&str, fn(&Gpu) -> Option<f64>); 2] =
+            [("to the host", |gpu| gpu.to_host), ("to the GPU", |gpu| gpu.to_device)];
+        for (way, speed) in ways {
+            let all: Vec<f64> = gpus().filter_map(|(_, gpu)| speed(gpu)).collect();
+            let Some(median) = median(&all) else { return };
+            for (node, gpu) in gpus() {
+                let Some(slow) = speed(gpu).filter(|speed| *speed < SLOW * median) else {
+                    continue;
+                };
+                let what = format!(
+                    "GPU {} of {} copies {}/s {way}, the median of all is {}/s",
+                    gpu.number,
+                    node.name,
+                    units::bytes(slow as u64),
+                    units::bytes(median as u64)
+                );
+                let fix = "look at 'nvidia-smi -q' on this machine: its PCIe link may be narrower or older \
+                           than the others', or something else uses it";
+                findings.push(Finding::wrong(Topic::Copies, what, fix));
+            }
+        }
+    }
+
     fn rates(&self, findings: &mut Vec<Finding>) {
         let between: Vec<(&Way, u64)> = self.between_hosts(|way| way.bits_per_second);
         let all: Vec<f64> = between.iter().map(|(_, bits)| *bits as f64).collect();

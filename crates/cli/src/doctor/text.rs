@@ -17,6 +17,9 @@ pub(super) fn text(report: &Report) -> String {
     if report.nodes.iter().any(|node| !node.listens.is_empty()) {
         parts.push(addresses(&report.nodes));
     }
+    if report.nodes.iter().any(|node| !node.gpus.is_empty()) {
+        parts.push(gpus(&report.nodes));
+    }
     if !report.hosts.is_empty() {
         parts.push(hosts(report));
     }
@@ -107,6 +110,20 @@ fn addresses(nodes: &[NodeReport]) -> String {
     });
     let header = ["node", "listens at", "interface", "MTU", "why there"];
     table(header, [false, false, false, true, false], rows)
+}
+
+/// What PCIe, or whatever is in its place, carries.
+fn gpus(nodes: &[NodeReport]) -> String {
+    let each = nodes.iter().flat_map(|node| node.gpus.iter().map(move |gpu| (node, gpu)));
+    let speed = |speed: Option<f64>| {
+        speed.map_or("?".into(), |speed| format!("{}/s", units::bytes(speed as u64)))
+    };
+    let rows = each.map(|(node, gpu)| {
+        let (to_host, to_device) = (speed(gpu.to_host), speed(gpu.to_device));
+        [printable(&node.facts.hostname), gpu.number.to_string(), to_host, to_device]
+    });
+    let header = ["machine", "GPU", "copies to the host", "copies to the GPU"];
+    table(header, [false, true, true, true], rows)
 }
 
 fn hosts(report: &Report) -> String {

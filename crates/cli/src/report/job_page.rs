@@ -345,8 +345,9 @@ fn steps(page: &mut String, report: &JobReport) {
     figure(
         page,
         "Waiting and communication by layer, in backward order",
-        "From the first layer that is sent until the last one is received, in milliseconds. The upper \
-         half of a row is what the program waited for, the lower half the network.",
+        "From the step's first pass, or else the first layer that is sent, until the last layer is \
+         received, in milliseconds. The upper half of a row is what the program computed or waited \
+         for, the lower half the network.",
     );
     let Some(longest) = longest else {
         page.push_str("<p class=\"none\">No step was recorded.</p></figure>\n");
@@ -363,6 +364,12 @@ fn steps(page: &mut String, report: &JobReport) {
             write!(page, "<option value=\"{index}\"{selected}>{}</option>", Escaped(&name(shown)));
     }
     page.push_str("</select></label></p>\n");
+    if report.timelines.len() == TIMELINES {
+        let _ = writeln!(
+            page,
+            "<p class=\"none\">The last {TIMELINES} are here. trace.json has all that was recorded, for Perfetto.</p>"
+        );
+    }
     for (index, shown) in report.timelines.iter().enumerate() {
         let hidden = if std::ptr::eq(shown, longest) { "" } else { " hidden" };
         let _ = write!(page, "<div class=\"step\" data-step=\"{index}\"{hidden}>");

@@ -17,7 +17,7 @@ fn node(number: u16, mtu: u32) -> NodeReport {
         mtu: Some(mtu),
     };
     let (name, host) = (format!("worker {number}"), format!("host {number}"));
-    NodeReport { name, host, listens: vec![listens], facts }
+    NodeReport { name, host, listens: vec![listens], facts, gpus: Vec::new() }
 }
 
 fn way(from: u16, to: u16, mbit: u64) -> Way {
@@ -52,6 +52,28 @@ fn nodes() -> Vec<NodeReport> {
 fn only(findings: &[Finding]) -> &Finding {
     assert_eq!(findings.len(), 1, "{findings:#?}");
     &findings[0]
+}
+
+#[test]
+fn a_gpu_with_a_narrow_link_is_named_and_one_that_cannot_be_used() {
+    let mut nodes = nodes();
+    let gpu = |number, to_host| Gpu { number, to_host, to_device: Some(50e9), fault: None };
+    for node in &mut nodes {
+        node.gpus = vec![gpu(0, Some(52e9)), gpu(1, Some(48e9))];
+    }
+    assert_eq!(findings(&nodes, &ways(|_| ())), []);
+    nodes[2].gpus[1].to_host = Some(6e9);
+    let found = findings(&nodes, &ways(|_| ()));
+    let words = &only(&found).what;
+    assert_eq!(
+        words,
+        "GPU 1 of worker 2 copies 6.00 GB/s to the host, the median of all is 52.0 GB/s"
+    );
+    assert!(found[0].wrong && found[0].fix.contains("PCIe"), "{found:#?}");
+    nodes[2].gpus[1] =
+        Gpu { number: 1, to_host: None, to_device: None, fault: Some("out of memory".into()) };
+    let found = findings(&nodes, &ways(|_| ()));
+    assert!(!only(&found).wrong && found[0].what.contains("out of memory"), "{found:#?}");
 }
 
 #[test]
