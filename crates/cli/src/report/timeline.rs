@@ -119,7 +119,7 @@ fn computing_bars(spans: &[&Span], whole: (f64, f64), axis: Axis) -> Vec<Bar> {
 /// computes, it did that, too.
 fn between(spans: &[&Span]) -> &'static str {
     match spans.iter().any(|span| span.what.is_pass()) {
-        true => "between layers: reading data, loss, updates",
+        true => "between layers: waiting for the step before, reading data, loss, updates",
         false => "the program's own: computing, reading data, loss, updates",
     }
 }
