@@ -213,11 +213,6 @@ impl Plan {
         self.encodings(chunk.layer).of(kind).bytes(self.len(chunk))
     }
 
-    /// Whether any layer goes by factors, from worker to worker.
-    pub fn sends_factors(&self) -> bool {
-        self.layers.iter().any(|l| l.factors.is_some())
-    }
-
     /// The bytes of payload that `node` sends per step for `layer`, to nodes of any host, when every
     /// batch is full.
     pub fn bytes_sent(&self, node: NodeId, layer: LayerId) -> usize {

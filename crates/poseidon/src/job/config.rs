@@ -155,7 +155,7 @@ impl Config {
             serves_coordinator: member == Member::Worker(0) && !served,
             cluster: env.0("POSEIDON_CLUSTER").unwrap_or(place.job),
             coordinator,
-            address: env.0("POSEIDON_ADDRESS"),
+            address: env.0("POSEIDON_ADDRESS").filter(|address| !address.is_empty()),
             pinned_memory: env.pinned_memory()?,
             carrier: env.parse("POSEIDON_LINK")?.unwrap_or_default(),
             pin: env.0("POSEIDON_PIN").is_none_or(|v| v != "0"),

@@ -24,6 +24,8 @@ fn a_bare_program_is_a_job_of_one() {
     let c = config(&[]).unwrap();
     assert_eq!((c.member, c.workers, c.serves_coordinator), (Member::Worker(0), 1, true));
     assert_eq!(c.pinned_memory, None);
+    let address = |text| config(&[("POSEIDON_ADDRESS", text)]).unwrap().address;
+    assert_eq!((address(""), address("eth1")), (None, Some("eth1".into())));
     let limited = config(&[("POSEIDON_PINNED_MEMORY", "4G")]).unwrap();
     assert_eq!(limited.pinned_memory, Some(4 << 30));
 }
