@@ -319,7 +319,6 @@ impl Store {
         let Contribution { slot: id, stream, clock, .. } = contribution;
         let slot = &mut self.slots[id as usize];
         slot.progress[stream] = Progress::at(clock.next());
-        slot.held = None;
         if self.consistency.drops() > 0 && clock != Clock(0) {
             self.contributed_or_dropped(contribution);
             return None;
@@ -369,7 +368,8 @@ impl Store {
         let (slot, waited) =
             waits.min_by_key(|(slot, waited)| (is_collected(slot), Reverse(*waited)))?;
         let missing = self.absent(slot).map(|stream| slot.streams.nodes()[stream]).collect();
-        let (key, clock, collected) = (slot.key, slot.clock, is_collected(slot));
+        let clock = slot.held.map_or(slot.clock, |held| held.clock);
+        let (key, collected) = (slot.key, is_collected(slot));
         Some(Stall { key, clock, missing, collected, waited })
     }
 

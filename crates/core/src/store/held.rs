@@ -1,8 +1,9 @@
 //! What a worker beside its shard keeps to itself until others have contributed.
 
 use super::{Order, Store};
-use crate::Encoding;
+use crate::chunk::ChunkKey;
 use crate::wire::{Header, Kind};
+use crate::{Clock, Encoding};
 use std::time::Duration;
 
 /// A contribution that its worker keeps to itself.
@@ -10,6 +11,7 @@ use std::time::Duration;
 pub(super) struct Held {
     pub(super) since: Duration,
     pub(super) stream: usize,
+    pub(super) clock: Clock,
 }
 
 impl Store {
@@ -29,8 +31,15 @@ impl Store {
             && slot.rounds.front().is_none_or(|round| round.finished == 0);
         let holds = header.kind == Kind::Push && adds_as_they_come && comes_first;
         if holds {
-            slot.held.get_or_insert(Held { since: now, stream });
+            slot.held = Some(Held { since: now, stream, clock: header.clock });
         }
         holds
+    }
+
+    /// Whether this node's worker has held back its contribution to `chunk`. From now on it does not: another
+    /// one is complete.
+    pub fn lets_go(&mut self, chunk: ChunkKey) -> bool {
+        let slot = self.slot(chunk).ok().map(|id| &mut self.slots[id as usize]);
+        slot.is_some_and(|slot| slot.held.take().is_some())
     }
 }

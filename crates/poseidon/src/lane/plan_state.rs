@@ -31,7 +31,7 @@ use poseidon_core::{
     Admission, ChunkKey, Clock, Cluster, Epoch, Gather, LaneId, LayerId, NodeId, Plan, Route,
     Shard, Store, Syncer, Tree, Violation,
 };
-use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::collections::{BTreeMap, VecDeque};
 use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
@@ -53,8 +53,6 @@ pub(crate) struct PlanState {
     /// Chunks of this node's worker for its own shard, where another worker has begun the sum. One is
     /// added in every turn: all at once they would push everything else out of the cache.
     own: VecDeque<ChunkKey>,
-    /// Chunks of this node's worker that its own shard [holds back](Store::holds_back).
-    held: BTreeSet<ChunkKey>,
     completed: Vec<Completed>,
     /// Chunks that begin here: what this node has to send of them.
     beginning: Admission<Beginning>,
@@ -136,7 +134,6 @@ impl PlanState {
             exchanges: vec![None; plan.layers()],
             unsent: vec![0; plan.layers()],
             own: VecDeque::new(),
-            held: BTreeSet::new(),
             completed: Vec::new(),
             beginning: Admission::new(cluster, me.node),
             passing: Vec::new(),
@@ -201,9 +198,7 @@ impl PlanState {
             let loan = self.store.handle_loan(&header, now).map_err(|words| (chunk, words))?;
             if let Some(loan) = loan {
                 self.completed.extend(self.store.handle_contributed(loan, Some(lent.sum())));
-            } else if self.store.holds_back(&header, now) {
-                self.held.insert(chunk);
-            } else {
+            } else if !self.store.holds_back(&header, now) {
                 self.own.push_back(chunk);
             }
         }
@@ -284,7 +279,7 @@ impl PlanState {
             Arriving::Sum { sum, mut lent } => {
                 let done = self.store.handle_contributed(sum, lent.as_mut().map(Lent::sum));
                 self.completed.extend(done);
-                if self.held.remove(&chunk) {
+                if self.store.lets_go(chunk) {
                     self.own.push_back(chunk);
                 }
             }
@@ -473,11 +468,7 @@ impl PlanState {
     }
 
     pub(crate) fn poll_stalled(&self, now: Duration, limit: Duration) -> Option<Stall> {
-        let mut stall = self.store.poll_stalled(now, limit)?;
-        if self.held.contains(&stall.key) {
-            stall.clock = self.clock(stall.key.layer);
-        }
-        Some(stall)
+        self.store.poll_stalled(now, limit)
     }
 
     /// The chunks this node's worker awaits.

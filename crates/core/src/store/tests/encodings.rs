@@ -201,6 +201,7 @@ fn a_worker_beside_its_shard_waits_for_another_contribution() {
     let values = encode(Encoding::Bf16, &[1.0; 8]);
     let push = |worker| Header { chunk, ..frame(Kind::Push, worker, 1, 16) };
     assert!(contribute(&mut bf16, &push(1), &values, 8).is_none());
+    assert!(bf16.lets_go(chunk) && !bf16.lets_go(chunk));
     assert!(!bf16.holds_back(&own(Kind::Push), NOW));
     let sum = block(contribute(&mut bf16, &push(0), &values, 8));
     assert_eq!(decode(Encoding::Bf16, &sum), [2.0; 8]);
@@ -222,6 +223,7 @@ fn a_worker_that_holds_back_awaits_only_others() {
     let own = Header { chunk, ..frame(Kind::Push, 2, 1, 2 * plan.len(chunk)) };
     assert!(store.holds_back(&own, Duration::ZERO));
     let stall = store.poll_stalled(Duration::from_secs(1), Duration::ZERO).unwrap();
+    assert_eq!((stall.key, stall.clock), (chunk, Clock(1)));
     assert!(stall.collected && stall.missing.len() == 1, "{stall:?}");
 }
 
