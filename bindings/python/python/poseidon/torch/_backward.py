@@ -2,6 +2,7 @@
 
 import functools
 import sys
+from types import FrameType
 from typing import Any, Callable, Dict, List, Optional, Sequence, Set
 
 import torch
@@ -430,7 +431,7 @@ class Backward(nn.Module):
 
 def _is_in_checkpoint() -> bool:
     """Whether this pass is inside another one, as with ``use_reentrant=True``."""
-    frame = sys._getframe()
-    while frame.f_back is not None and frame.f_code is not CheckpointFunction.backward.__code__:
+    frame: Optional[FrameType] = sys._getframe()
+    while frame is not None and frame.f_code is not CheckpointFunction.backward.__code__:
         frame = frame.f_back
-    return frame.f_back is not None
+    return frame is not None
