@@ -39,7 +39,7 @@ fn a_job_that_is_asked_to_leaves_a_page_and_one_trace_of_all_its_processes() {
     assert_eq!(page.matches("<div class=\"step\" data-step=\"").count(), 10);
     assert!(page.contains("server 0") && !page.contains(" failed: "));
     // The net says when it computes: nothing else is taken for it.
-    for words in [": forward, ", ": backward, ", "between layers: reading data"] {
+    for words in [": forward, ", ": backward, ", "between layers: waiting for the step before"] {
         assert!(page.contains(words), "'{words}' is not in: {page}");
     }
     assert!(!page.contains("the program's own: computing"), "{page}");
