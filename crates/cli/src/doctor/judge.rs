@@ -345,9 +345,8 @@ impl Judge<'_> {
             let fix = "look at 'nvidia-smi' on this machine, if the job is to use its GPUs";
             findings.push(Finding::note(Topic::Copies, what, fix));
         }
-        let ways: [(&str, fn(&Gpu) -> Option<f64>); 2] =
-            [("to the host", |gpu| gpu.to_host), ("to the GPU", |gpu| gpu.to_device)];
-        for (way, speed) in ways {
+        for way in ["to the host", "to the GPU"] {
+            let speed = |gpu: &Gpu| if way == "to the host" { gpu.to_host } else { gpu.to_device };
             let all: Vec<f64> = gpus().filter_map(|(_, gpu)| speed(gpu)).collect();
             let Some(median) = median(&all) else { return };
             for (node, gpu) in gpus() {
