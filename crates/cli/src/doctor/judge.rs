@@ -345,8 +345,9 @@ impl Judge<'_> {
             let fix = "look at 'nvidia-smi' on this machine, if the job is to use its GPUs";
             findings.push(Finding::note(Topic::Copies, what, fix));
         }
-        for way in ["to the host", "to the GPU"] {
-            let speed = |gpu: &Gpu| if way == "to the host" { gpu.to_host } else { gpu.to_device };
+        for is_to_host in [true, false] {
+            let way = if is_to_host { "to the host" } else { "to the GPU" };
+            let speed = |gpu: &Gpu| if is_to_host { gpu.to_host } else { gpu.to_device };
             let all: Vec<f64> = gpus().filter_map(|(_, gpu)| speed(gpu)).collect();
             let Some(median) = median(&all) else { return };
             for (node, gpu) in gpus() {
