@@ -11,6 +11,7 @@ use serde_json::Value;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpListener};
 use std::process::ExitCode;
 use std::str::FromStr;
+use std::sync::Arc;
 use std::sync::mpsc::{self, RecvTimeoutError, Sender};
 use std::time::{Duration, SystemTime};
 use tokio::sync::watch;
@@ -75,13 +76,13 @@ impl FromStr for PageAddress {
 #[derive(Clone, Debug, Default)]
 struct Shown {
     /// What was heard last.
-    job: Option<LiveJob>,
+    job: Option<Arc<LiveJob>>,
     /// When that was, in milliseconds since 1970.
     heard_ms: u64,
     /// Why nothing was heard since.
     error: Option<String>,
     /// The plan, layer by layer.
-    plan: Value,
+    plan: Arc<Value>,
 }
 
 /// Shows a job as a page, as long as it lives.
@@ -144,13 +145,14 @@ impl Shown {
     fn look(&mut self, coordinator: &Coordinator) {
         match coordinator.live() {
             Ok(job) => {
-                let epoch = |job: &LiveJob| job.plan.epoch;
-                if self.plan.is_null() || self.job.as_ref().map(epoch) != Some(epoch(&job)) {
-                    self.plan = coordinator.ask("plan").ok().flatten().unwrap_or_default();
+                let before = self.job.as_ref().map(|job| job.plan.epoch);
+                if self.plan.is_null() || before != Some(job.plan.epoch) {
+                    self.plan =
+                        Arc::new(coordinator.ask("plan").ok().flatten().unwrap_or_default());
                 }
                 let since_1970 = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
                 self.heard_ms = since_1970.unwrap_or_default().as_millis() as u64;
-                (self.job, self.error) = (Some(job), None);
+                (self.job, self.error) = (Some(Arc::new(job)), None);
             }
             Err(error) => self.error = Some(crate::terminal::printable(&format!("{error:#}"))),
         }

@@ -1,7 +1,7 @@
 //! A job on this machine: its coordinator, and what every process of it is told.
 
 use crate::running_job;
-use crate::supervise::{Process, Role};
+use crate::supervise::{Process, Role, heap};
 use anyhow::Context;
 use poseidon::config::credentials;
 use poseidon::{Cluster, Config, Coordinator, Limit, Secret, Servers};
@@ -78,6 +78,7 @@ impl Job {
         let secret = Secret::random().context("the system gave no random bytes")?;
         let name = format!("launch-{}", std::process::id());
         let door = credentials(&name, secret.clone(), size.encrypt);
+        heap::share_one();
         let coordinator = Coordinator::bind(size.address, 0, door, PATIENCE)?;
         Ok(Listening { coordinator, secret, name })
     }

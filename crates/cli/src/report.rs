@@ -13,8 +13,8 @@ pub(crate) mod units;
 
 use anyhow::Context;
 use serde::{Deserialize, Deserializer, Serialize};
-use std::fs::{self, Permissions};
-use std::io::Write;
+use std::fs::{self, File, Permissions};
+use std::io::{self, BufWriter, Write};
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 
@@ -231,9 +231,13 @@ impl Report {
     pub(crate) fn write(&self, dir: &Path) -> anyhow::Result<PathBuf> {
         fs::create_dir_all(dir)
             .with_context(|| format!("cannot make the report's folder {}", dir.display()))?;
-        let mut json = serde_json::to_vec_pretty(self)?;
-        json.push(b'\n');
-        write_whole(&dir.join("report.json"), &json)?;
+        // Piece by piece: a training writes one after each epoch, and its curve is long.
+        write_by(&dir.join("report.json"), |file| {
+            let mut out = BufWriter::new(file);
+            serde_json::to_writer_pretty(&mut out, self)?;
+            out.write_all(b"\n")?;
+            out.flush()
+        })?;
         write_whole(&dir.join("report.html"), page::page(self).as_bytes())
     }
 
@@ -261,7 +265,7 @@ pub(crate) fn set_aside(dir: &Path) -> anyhow::Result<()> {
     for name in ["report.json", "report.html"] {
         let (old, aside) = (dir.join(name), dir.join(format!("previous-{name}")));
         match fs::rename(&old, aside) {
-            Err(why) if why.kind() != std::io::ErrorKind::NotFound => {
+            Err(why) if why.kind() != io::ErrorKind::NotFound => {
                 return Err(why).with_context(|| format!("cannot move {}", old.display()));
             }
             _ => {}
@@ -273,22 +277,30 @@ pub(crate) fn set_aside(dir: &Path) -> anyhow::Result<()> {
 /// Puts `content` beside its destination and moves it there. What is no file, such as a device, a
 /// pipe or a link to a file, stays what it is: `content` is written into it.
 pub(crate) fn write_whole(path: &Path, content: &[u8]) -> anyhow::Result<PathBuf> {
+    write_by(path, |file| file.write_all(content))
+}
+
+/// As [`write_whole`], with content that `write` writes.
+fn write_by(
+    path: &Path,
+    write: impl FnOnce(&mut File) -> io::Result<()>,
+) -> anyhow::Result<PathBuf> {
     let written = match fs::symlink_metadata(path) {
-        Ok(there) if !there.is_file() => fs::write(path, content),
-        _ => replace(path, content),
+        Ok(there) if !there.is_file() => File::create(path).and_then(|mut file| write(&mut file)),
+        _ => replace(path, write),
     };
     written.with_context(|| format!("cannot write {}", path.display()))?;
     Ok(path.into())
 }
 
-fn replace(path: &Path, content: &[u8]) -> std::io::Result<()> {
+fn replace(path: &Path, write: impl FnOnce(&mut File) -> io::Result<()>) -> io::Result<()> {
     let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty());
     let mut file = tempfile::Builder::new()
         .prefix(".poseidon.")
         // As any other file, the umask decides: reports are made to be passed around.
         .permissions(Permissions::from_mode(0o666))
         .tempfile_in(folder.unwrap_or(Path::new(".")))?;
-    file.write_all(content)?;
+    write(file.as_file_mut())?;
     file.as_file().sync_all()?;
     file.persist(path)?;
     Ok(())

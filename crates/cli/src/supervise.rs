@@ -14,7 +14,7 @@
 //! A process is over when it has ended *and* its output has: until then it is not reaped, which
 //! keeps its process id, and so its group's, from being given to a stranger we might signal.
 
-mod heap;
+pub(crate) mod heap;
 mod output;
 mod run;
 mod signals;

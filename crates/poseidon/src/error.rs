@@ -477,6 +477,12 @@ pub enum GatherError {
         /// Its words.
         reason: String,
     },
+    /// A value is not of the type that this worker gathers.
+    #[error("a value is not what was asked for: {why}")]
+    Unlike {
+        /// The first difference.
+        why: String,
+    },
     /// The conversation broke off.
     #[error("talking to the coordinator at {address}: {why}")]
     Broken {

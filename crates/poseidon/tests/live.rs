@@ -26,8 +26,7 @@ fn step_until(session: &Session, mut seen: impl FnMut() -> bool) -> Result<(), E
         }
         // All workers stop together.
         let own = seen() || Instant::now() > end;
-        let all = session.gather("seen", &own.into())?;
-        if all.iter().all(|seen| *seen == true) {
+        if session.gather("seen", &own)?.iter().all(|seen| *seen) {
             return Ok(());
         }
     }

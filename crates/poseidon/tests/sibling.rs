@@ -176,7 +176,7 @@ fn a_wait_that_is_interrupted_can_be_taken_up_again() {
             sibling.send(a, vec![1.0; 10].into())?;
             assert!(sibling.receive_unless(a, || true)?.is_none());
         }
-        session.gather("interrupted", &().into())?;
+        session.gather("interrupted", &())?;
         if session.rank() == 1 {
             sibling.send(a, vec![3.0; 10].into())?;
         }

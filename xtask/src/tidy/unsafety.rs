@@ -51,6 +51,7 @@ const UNSAFE_FILES: &[(&str, &str)] = &[
     ("crates/matrix/src/tiles/pack.rs", "vector instructions"),
     ("crates/nn/src/data/lmdb.rs", "tests write databases with LMDB's own library"),
     ("crates/poseidon/tests/fork.rs", "forks"),
+    ("crates/poseidon/tests/allocations.rs", "an allocator that counts"),
     ("crates/cli/src/supervise/heap.rs", "a call of the C library, with two numbers"),
     ("bindings/python/src/lib.rs", "tensors of Python programs, by address"),
     ("bindings/python/src/group.rs", "the same, for collectives"),

@@ -126,14 +126,13 @@ impl Worker {
 
     /// All workers' reports of the same turn, in rank order.
     pub(crate) fn gather(&self, report: &Report) -> anyhow::Result<Vec<Report>> {
-        let reports = self.session.gather("report", &serde_json::to_value(report)?)?;
-        Ok(reports.into_iter().map(serde_json::from_value).collect::<Result<_, _>>()?)
+        Ok(self.session.gather("report", report)?)
     }
 
     /// The turn that worker 0 asks for; `None` at the end. Only what worker 0 says counts.
     pub(crate) fn agree(&self, turn: Option<Turn>) -> anyhow::Result<Option<Turn>> {
-        let mut asked = self.session.gather("turn", &serde_json::to_value(turn)?)?.into_iter();
-        Ok(serde_json::from_value(asked.next().context("worker 0 said nothing")?)?)
+        let asked = self.session.gather("turn", &turn)?;
+        asked.into_iter().next().context("worker 0 said nothing")
     }
 
     /// Leaves the job.

@@ -9,8 +9,10 @@ use axum::response::sse::{Event, KeepAlive, Sse};
 use axum::response::{IntoResponse, Response};
 use axum::routing::get;
 use futures_util::stream::{self, Stream};
-use poseidon::METRICS_CONTENT_TYPE;
-use serde_json::{Value, json};
+use poseidon::live::LiveLevel;
+use poseidon::{LiveJob, METRICS_CONTENT_TYPE};
+use serde::Serialize;
+use serde_json::Value;
 use std::convert::Infallible;
 use std::net::TcpListener;
 use tokio::sync::watch::Receiver;
@@ -71,9 +73,9 @@ fn names_this_machine(host: &str) -> bool {
 /// The page has what is known already, so that it is never empty.
 async fn page(State(shown): State<Receiver<Shown>>) -> Response {
     let now = shown.borrow().clone();
-    let first = json!({ "news": news(&now), "plan": now.plan });
+    let first = First { news: News::of(&now), plan: &now.plan };
     // In a script no tag may end or begin.
-    let first = first.to_string().replace('<', "\\u003c");
+    let first = text(&first).replace('<', "\\u003c");
     let html = PAGE.replace("/*FIRST*/null", &first);
     let policy = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; \
                   connect-src 'self'; img-src data:; frame-ancestors 'none'";
@@ -86,11 +88,11 @@ async fn page(State(shown): State<Receiver<Shown>>) -> Response {
 }
 
 async fn live(State(shown): State<Receiver<Shown>>) -> Response {
-    json_response(&news(&shown.borrow()))
+    json_response(&News::of(&shown.borrow()))
 }
 
 async fn plan(State(shown): State<Receiver<Shown>>) -> Response {
-    json_response(&shown.borrow().plan)
+    json_response(&*shown.borrow().plan)
 }
 
 async fn metrics(State(shown): State<Receiver<Shown>>) -> Response {
@@ -113,27 +115,47 @@ async fn events(
 ) -> Sse<impl Stream<Item = Result<Event, Infallible>>> {
     let told = stream::unfold(shown, |mut shown| async move {
         shown.changed().await.ok()?;
-        let data = news(&shown.borrow_and_update()).to_string();
+        let data = text(&News::of(&shown.borrow_and_update()));
         Some((Ok(Event::default().data(data)), shown))
     });
     Sse::new(told).keep_alive(KeepAlive::default())
 }
 
-fn news(shown: &Shown) -> Value {
-    let concerns = shown.job.as_ref().map(|job| job.concerns());
-    json!({
-        "job": shown.job,
-        "concerns": concerns,
-        "heard_ms": shown.heard_ms,
-        "error": shown.error,
-    })
+/// What a page that is opened knows already.
+#[derive(Serialize)]
+struct First<'a> {
+    news: News<'a>,
+    plan: &'a Value,
 }
 
-fn json_response(value: &Value) -> Response {
+/// What a page is told once a second.
+#[derive(Serialize)]
+struct News<'a> {
+    job: Option<&'a LiveJob>,
+    concerns: Option<Vec<(LiveLevel, String)>>,
+    heard_ms: u64,
+    error: Option<&'a str>,
+}
+
+impl<'a> News<'a> {
+    fn of(shown: &'a Shown) -> Self {
+        let job = shown.job.as_deref();
+        let concerns = job.map(LiveJob::concerns);
+        Self { job, concerns, heard_ms: shown.heard_ms, error: shown.error.as_deref() }
+    }
+}
+
+/// At once, and not by way of a tree of values: the page hears so much every second, as long as the
+/// job runs.
+fn text(value: &impl Serialize) -> String {
+    serde_json::to_string(value).expect("numbers, words and lists of them are JSON")
+}
+
+fn json_response(value: &impl Serialize) -> Response {
     let mut headers = HeaderMap::new();
     let json = header::HeaderValue::from_static("application/json");
     headers.insert(header::CONTENT_TYPE, json);
-    (headers, value.to_string()).into_response()
+    (headers, text(value)).into_response()
 }
 
 const PAGE: &str = include_str!("page.html");

@@ -4,8 +4,9 @@
 ///
 /// A launcher has a thread for every connection, and they allocate little. With a heap for each of
 /// them a launcher of 16 workers grew by 3.6 MB an hour, though it kept nothing. With one
-/// heap it was 1.2 MB (`bench/runs/2026-11-18-soak-launcher`).
-pub(super) fn share_one() {
+/// heap it was 1.2 MB (`bench/runs/2026-11-18-soak-launcher`). Threads that there are already keep
+/// theirs, and others may get those: this comes before the first thread.
+pub(crate) fn share_one() {
     // Other C libraries have one in any case.
     #[cfg(target_env = "gnu")]
     // SAFETY: it takes two numbers, and refuses those that it does not know.

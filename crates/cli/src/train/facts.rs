@@ -2,11 +2,11 @@
 
 use super::settings::Settings;
 use crate::report::NodeReport;
-use anyhow::{Context, bail};
+use anyhow::bail;
 use poseidon_nn::data::Statistics;
 use poseidon_nn::train::Worker;
+use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
-use serde_json::Value;
 
 /// At the start: what all must agree on, and what each knows of its data.
 #[derive(Serialize, Deserialize)]
@@ -84,19 +84,15 @@ impl StartFacts {
 }
 
 /// Every worker's `value`, in rank order.
-pub(super) fn gather<T: Serialize + for<'de> Deserialize<'de>>(
+pub(super) fn gather<T: Serialize + DeserializeOwned>(
     worker: &Worker,
     topic: &str,
-    value: &T,
+    value: T,
 ) -> anyhow::Result<Vec<T>> {
-    let value = serde_json::to_value(value)?;
-    let all = match worker.session() {
+    Ok(match worker.session() {
         Some(session) => session.gather(topic, &value)?,
         None => vec![value],
-    };
-    let parse = |value: Value| serde_json::from_value(value);
-    let all: Result<_, _> = all.into_iter().map(parse).collect();
-    all.with_context(|| format!("gathering '{topic}'"))
+    })
 }
 
 #[cfg(test)]

@@ -94,7 +94,7 @@ impl Inputs {
     pub(super) fn agree(&self, settings: &Settings, worker: &Worker) -> anyhow::Result<Agreement> {
         let statistics = Statistics::of(&*self.train, Transform::SAMPLES)?;
         let facts = StartFacts::new(settings, self.train.len(), statistics);
-        let all = gather(worker, "start", &facts)?;
+        let all = gather(worker, "start", facts)?;
         StartFacts::agree(&all)?;
         let mut sampling = self.sampling;
         match &mut sampling.partition {

@@ -48,7 +48,7 @@ impl<T: Clone> Thinned<T> {
     }
 }
 
-/// More than a figure has columns. Each point of the curve takes some 300 bytes while a report is made.
+/// More than a figure has columns.
 const MOST: usize = 1 << 12;
 
 #[cfg(test)]

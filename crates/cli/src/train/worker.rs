@@ -78,7 +78,7 @@ fn drive(settings: &Settings, worker: Worker, inputs: Inputs, json: bool) -> any
     };
     let before = Before::of(worker.session());
     // Nobody sends before everybody has counted.
-    if let Err(error) = gather(&worker, "counted", &()) {
+    if let Err(error) = gather(&worker, "counted", ()) {
         return give_up(worker, error);
     }
     if rank == 0 {
@@ -347,7 +347,7 @@ impl Run<'_> {
         let digests = std::mem::take(&mut digests);
         let counted = self.turnout.report(&self.worker).map(|of| of.samples_counted);
         let facts = EpochFacts { losses, correct: total.correct, tested, digests, counted };
-        let facts = gather(&self.worker, &topic, &facts)?;
+        let facts = gather(&self.worker, &topic, facts)?;
         check_replicas(first, &facts)?;
         self.note_epoch(epoch, first, &facts, &times, spent);
         times.into_iter().for_each(|time| self.step_times.push(time));
@@ -426,7 +426,7 @@ impl Run<'_> {
         let seconds = self.began.elapsed().as_secs_f64();
         let digest = self.worker.digest()?;
         let facts = self.facts(digest);
-        let all = gather(&self.worker, "result", &facts)?;
+        let all = gather(&self.worker, "result", facts)?;
         let timeline = self.timeline();
         let report = (self.rank == 0).then(|| self.report(seconds, &all, timeline)).transpose()?;
         self.worker.finish()?;

@@ -203,17 +203,14 @@ impl CheckMember {
         topic: &str,
         value: &T,
     ) -> Result<Vec<T>, Error> {
-        let broken = |e: serde_json::Error| Error::Config(format!("gathering {topic}: {e}"));
-        let value = serde_json::to_value(value).map_err(broken)?;
         let watch = || match self.line.trouble() {
             Some(_) => JobState::Failed,
             None => JobState::Running,
         };
-        let values = self.line.gather(topic, &value, PATIENCE, &watch).map_err(|error| {
+        self.line.gather(topic, value, PATIENCE, &watch).map_err(|error| {
             let topic = topic.to_owned();
             self.line.trouble().unwrap_or(Error::Gather { topic, why: error })
-        })?;
-        values.into_iter().map(|value| serde_json::from_value(value).map_err(broken)).collect()
+        })
     }
 
     /// Calls the nodes and measures the ways to them. All nodes do so at the same time. `mtu` is of

@@ -23,7 +23,7 @@ use poseidon_core::{Cluster, JobId, NodeId, Rate};
 use poseidon_link::descriptors::{self, Need};
 use poseidon_link::handshake::agreement;
 use poseidon_link::{Credentials, Half, Listener, Serving, Stream, random_bytes};
-use serde_json::Value;
+use serde_json::value::RawValue;
 use std::collections::{BTreeMap, BTreeSet};
 use std::io::{ErrorKind, Write};
 use std::net::{IpAddr, SocketAddr};
@@ -155,7 +155,7 @@ struct Shared {
 struct State {
     joining: Joining,
     /// Topics that workers of the job are gathering.
-    gathers: Rounds<Value>,
+    gathers: Rounds<Box<RawValue>>,
     /// Channels that nodes of the job are opening.
     openings: Openings,
     /// What nodes tell of themselves.

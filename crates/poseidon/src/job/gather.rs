@@ -8,8 +8,9 @@ use crate::job::control::{Asker, Message, Reply};
 use crate::job::line::{ControlLine, JobState, LineError};
 use crate::job::rounds::{Posted, Rounds, deadline};
 use poseidon_core::{Cluster, NodeId};
+use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
-use serde_json::Value;
+use serde_json::value::{RawValue, to_raw_value};
 use std::time::{Duration, Instant};
 
 /// What a worker says to the coordinator.
@@ -17,7 +18,7 @@ use std::time::{Duration, Instant};
 pub(crate) struct Post {
     pub(crate) node: NodeId,
     pub(crate) topic: String,
-    pub(crate) value: Value,
+    pub(crate) value: Box<RawValue>,
     /// How long this worker waits for the others, in milliseconds.
     pub(crate) patience_ms: u64,
     /// Dedicated servers that post as well.
@@ -28,34 +29,37 @@ pub(crate) struct Post {
 impl ControlLine {
     /// Posts this worker's value of `topic` and waits for the others'. `watch` tells what the lanes
     /// know meanwhile.
-    pub(crate) fn gather(
+    pub(crate) fn gather<T: Serialize + DeserializeOwned>(
         &self,
         topic: &str,
-        value: &Value,
+        value: &T,
         patience: Duration,
         watch: &dyn Fn() -> JobState,
-    ) -> Result<Vec<Value>, GatherError> {
+    ) -> Result<Vec<T>, GatherError> {
         self.gather_with(&[], topic, value, patience, watch)
     }
 
     /// As [`gather`](Self::gather), among all workers and these dedicated `servers`, whose values come
     /// last.
-    pub(crate) fn gather_with(
+    pub(crate) fn gather_with<T: Serialize + DeserializeOwned>(
         &self,
         servers: &[NodeId],
         topic: &str,
-        value: &Value,
+        value: &T,
         patience: Duration,
         watch: &dyn Fn() -> JobState,
-    ) -> Result<Vec<Value>, GatherError> {
+    ) -> Result<Vec<T>, GatherError> {
         let patience_ms = u64::try_from(patience.as_millis()).unwrap_or(u64::MAX);
-        let (node, topic, value) = (self.me(), topic.into(), value.clone());
+        let unlike = |error: serde_json::Error| GatherError::Unlike { why: error.to_string() };
+        let value = to_raw_value(value).map_err(unlike)?;
+        let (node, topic) = (self.me(), topic.into());
         let expected = self.workers() + servers.len();
         let servers = servers.to_vec();
         let post = Message::Gather(Post { node, topic, value, patience_ms, servers });
         let why = match self.ask(&post, patience, watch) {
             Ok(Message::Gathered { values }) if values.len() == expected => {
-                return Ok(values);
+                let read = |value: Box<RawValue>| serde_json::from_str(value.get());
+                return values.into_iter().map(read).collect::<Result<_, _>>().map_err(unlike);
             }
             Ok(Message::Gathered { values }) => {
                 format!("expected the values of {expected} nodes, got {}", values.len())
@@ -79,7 +83,7 @@ impl ControlLine {
 /// The coordinator's side: takes a worker's value, and answers all workers if it was the last
 /// value.
 pub(crate) fn post(
-    rounds: &mut Rounds<Value>,
+    rounds: &mut Rounds<Box<RawValue>>,
     cluster: &Cluster,
     asker: Asker,
     post: Post,
@@ -104,7 +108,7 @@ pub(crate) fn post(
         }
         Ok(None) => Vec::new(),
         Ok(Some(mut round)) => {
-            let values = round.posts.values_mut().map(|(_, value)| value.take()).collect();
+            let values = round.posts.values_mut().map(|(_, value)| std::mem::take(value)).collect();
             round.answer(&Message::Gathered { values })
         }
     }
@@ -113,18 +117,25 @@ pub(crate) fn post(
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::job::control::Numbered;
     use poseidon_core::Servers;
     use poseidon_core::wire::MAX_CONTROL;
-    use serde_json::json;
+    use serde_json::{Value, json};
 
     fn cluster() -> Cluster {
         Cluster::new(3, Servers::Dedicated(1), 1).unwrap()
     }
 
     /// Posts `value` as `node`, whose connection has its number, and returns who is told what.
-    fn say(rounds: &mut Rounds<Value>, node: u16, topic: &str, value: Value) -> Vec<(u64, Value)> {
+    fn say(
+        rounds: &mut Rounds<Box<RawValue>>,
+        node: u16,
+        topic: &str,
+        value: Value,
+    ) -> Vec<(u64, Value)> {
         let asker = Asker { connection: node.into(), request: None };
         let (node, topic, servers) = (NodeId(node), topic.into(), Vec::new());
+        let value = to_raw_value(&value).unwrap();
         let said = Post { node, topic, value, patience_ms: 1000, servers };
         told(post(rounds, &cluster(), asker, said, Instant::now()))
     }
@@ -145,6 +156,25 @@ mod tests {
             assert_eq!(told, [0, 1, 2].map(|node| (node, answer.clone())));
             assert!(rounds.get("a").is_none());
         }
+    }
+
+    #[test]
+    fn values_are_passed_on_as_they_were_posted() {
+        let mut rounds = Rounds::default();
+        let text = r#"{"b":1.50,"a":[1e2, 0.30000000000000000001]}"#;
+        let mut replies = Vec::new();
+        for node in 0..3 {
+            let body = format!(
+                r#"{{"value":{text},"type":"gather","node":{node},"topic":"a","patience_ms":1000}}"#
+            );
+            let Message::Gather(said) = Numbered::parse(body.as_bytes()).unwrap().message else {
+                panic!("{body}")
+            };
+            let asker = Asker { connection: node, request: None };
+            replies = post(&mut rounds, &cluster(), asker, said, Instant::now());
+        }
+        let expected = format!(r#"{{"type":"gathered","values":[{text},{text},{text}]}}"#);
+        assert_eq!(replies[0].body.text(), expected);
     }
 
     #[test]

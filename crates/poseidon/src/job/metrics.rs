@@ -28,14 +28,19 @@ impl Page {
     }
 
     pub(crate) fn sample(&mut self, name: &str, labels: Labels<'_>, value: f64) {
-        let own =
-            labels.iter().map(|(label, of)| format!("{label}=\"{}\"", Escaped(&of.to_string())));
-        let common = Some(self.common.clone()).filter(|common| !common.is_empty());
-        let all: Vec<String> = common.into_iter().chain(own).collect();
-        let _ = match all.is_empty() {
-            true => writeln!(self.text, "{name} {value}"),
-            false => writeln!(self.text, "{name}{{{}}} {value}", all.join(",")),
-        };
+        let text = &mut self.text;
+        text.push_str(name);
+        let mut before = '{';
+        if !self.common.is_empty() {
+            let _ = write!(text, "{before}{}", self.common);
+            before = ',';
+        }
+        for (label, of) in labels {
+            let _ = write!(text, "{before}{label}=\"{}\"", Escaped(&of.to_string()));
+            before = ',';
+        }
+        let end = if before == ',' { "}" } else { "" };
+        let _ = writeln!(text, "{end} {value}");
     }
 
     pub(crate) fn text(self) -> String {

@@ -175,13 +175,10 @@ impl PartWriter {
 
     /// Tells the others of this node's part and hears of theirs: workers by rank, then servers.
     pub(crate) fn agree(&self, step: u64, word: &Word) -> Result<Vec<Word>, String> {
-        let value = serde_json::to_value(word).map_err(|error| error.to_string())?;
         let topic = format!("{BESIDE}checkpoint of step {step}");
         let watch = || self.board.state();
-        let values = self.node.line.gather_with(&self.servers, &topic, &value, SLOWEST, &watch);
-        let values = values.map_err(|why: GatherError| why.to_string())?;
-        let words: Result<Vec<Word>, _> = values.into_iter().map(serde_json::from_value).collect();
-        words.map_err(|error| format!("a node's word on its part makes no sense: {error}"))
+        let words = self.node.line.gather_with(&self.servers, &topic, word, SLOWEST, &watch);
+        words.map_err(|why: GatherError| why.to_string())
     }
 
     /// The name of the node whose word is at `position`.

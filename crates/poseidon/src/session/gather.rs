@@ -5,7 +5,8 @@ use crate::job::rounds::BESIDE;
 use crate::lane::Command;
 use crate::lane::board::Board;
 use crate::{Error, GatherError, Session};
-use serde_json::Value;
+use serde::Serialize;
+use serde::de::DeserializeOwned;
 use std::time::{Duration, Instant};
 
 impl Session {
@@ -14,20 +15,25 @@ impl Session {
     /// afterwards, and threads may gather different topics at the same time.
     ///
     /// It is for small facts now and then: values go through the coordinator as JSON (so a float
-    /// must be finite), all of a topic's together at most 64 MiB.
+    /// must be finite), all of a topic's together at most 64 MiB. Workers that post something else
+    /// under one topic need a type that takes all of it, such as `serde_json::Value`.
     ///
     /// If a worker does not post within the session's time-out, the error names it, and the job
     /// stops. If the job fails meanwhile, the error is why.
-    pub fn gather(&self, topic: &str, value: &Value) -> Result<Vec<Value>, Error> {
+    pub fn gather<T: Serialize + DeserializeOwned>(
+        &self,
+        topic: &str,
+        value: &T,
+    ) -> Result<Vec<T>, Error> {
         let error = match self.post(topic, value, self.timeout) {
             Ok(values) => return Ok(values),
             Err(error) => error,
         };
         // This program's mistake, or news of the lanes, which all workers have: nothing to tell.
-        use GatherError::{Refused, TooLarge};
+        use GatherError::{Refused, TooLarge, Unlike};
         let (mistake, told) = match &error {
             Error::Gather { why, .. } => {
-                let mistake = matches!(why, TooLarge { .. } | Refused { .. });
+                let mistake = matches!(why, TooLarge { .. } | Refused { .. } | Unlike { .. });
                 (mistake, mistake)
             }
             _ => (false, true),
@@ -46,17 +52,22 @@ impl Session {
 
     /// As [`gather`](Self::gather), by a thread beside the training programs, which waits as long as
     /// `patience`. The programs go on meanwhile, and go on if it fails.
-    pub fn gather_beside(
+    pub fn gather_beside<T: Serialize + DeserializeOwned>(
         &self,
         topic: &str,
-        value: &Value,
+        value: &T,
         patience: Duration,
-    ) -> Result<Vec<Value>, Error> {
+    ) -> Result<Vec<T>, Error> {
         self.post(&format!("{BESIDE}{topic}"), value, patience)
     }
 
     /// Posts and waits. If the job has failed, the error is why.
-    fn post(&self, topic: &str, value: &Value, patience: Duration) -> Result<Vec<Value>, Error> {
+    fn post<T: Serialize + DeserializeOwned>(
+        &self,
+        topic: &str,
+        value: &T,
+        patience: Duration,
+    ) -> Result<Vec<T>, Error> {
         self.check_running()?;
         let board = &*self.parts.board;
         let gathered = self.node.line.gather(topic, value, patience, &|| board.state());
