@@ -138,10 +138,19 @@ pub fn window(senders: usize, shares: usize, rate: Option<Rate>) -> usize {
 /// A busy machine measures round trips that are too long. At 1 and at 10 Gbit/s on short ways, 64 KB
 /// were enough to be as fast as Gloo. At 10 Gbit/s with queues of 256 KB, 128 KB were a little slower and
 /// 256 KB half as fast: packets were lost (`bench/runs/2026-11-18-windows-tried`).
-pub fn lone_window(lanes: usize, rate: Option<Rate>, round_trip: Option<Duration>) -> usize {
+///
+/// The host's nodes and lanes have so many `links` together. From the fifth link on, all of them share what
+/// four have: a host with four ranks was measured with 64 KB for each.
+pub fn lone_window(
+    lanes: usize,
+    links: usize,
+    rate: Option<Rate>,
+    round_trip: Option<Duration>,
+) -> usize {
     let bytes = rate.map_or(0.0, |rate| rate.0 as f64 / 8.0);
     let time = round_trip.map_or(0.0, |time| (2.0 * time.as_secs_f64()).min(BUSY));
-    ((bytes * time).round() as usize / lanes.max(1)).clamp(LONE_WINDOW, MOST_WINDOW)
+    let least = LONE_WINDOW.min(4 * LONE_WINDOW / links.max(1)).max(LEAST_WINDOW);
+    ((bytes * time).round() as usize / lanes.max(1)).clamp(least, MOST_WINDOW)
 }
 
 /// The receive window of each of `links` links on which a host hears its neighbour in a ring, at ports of

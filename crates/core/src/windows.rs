@@ -136,7 +136,9 @@ impl Windows {
             let (rate, links) = (self.rate, links * self.lanes.max(lanes));
             let queue = self.queues.get(node.index());
             let window = rate.zip(queue).and_then(|(r, q)| window_of_two_queues(r, links, *q));
-            return Some(window.unwrap_or_else(|| lone_window(self.lanes, rate, round_trip)));
+            return Some(
+                window.unwrap_or_else(|| lone_window(self.lanes, links, rate, round_trip)),
+            );
         }
         let (count, shares, is_alone) = match connections(&self.straight) {
             Some(of_host) => {
@@ -257,6 +259,26 @@ mod tests {
         assert_eq!(fast.of(NodeId(1), 2, far), Some(250_000));
         assert_eq!(fast.of(NodeId(1), 2, Some(Duration::from_micros(40))), Some(64 << 10));
         assert_eq!(fast.of(NodeId(1), 2, Some(Duration::from_millis(1))), Some(375_000));
+    }
+
+    /// What four links may have was measured with a host of four ranks. Lanes that are added to ranks must not
+    /// add to it, or a short queue loses packets.
+    #[test]
+    fn lanes_of_several_ranks_have_no_more_together_than_ranks_with_one_lane() {
+        let of_ring = |ranks: u16, lanes| {
+            let hosts: Vec<u16> = (0..4).flat_map(|host| vec![host; ranks.into()]).collect();
+            let ring = cluster(&hosts).in_a_ring();
+            let windows = Windows::new(&ring, NodeId(0), lanes, "10gbit".parse().ok(), true);
+            let near = Some(Duration::from_micros(40));
+            let window = windows.of(NodeId(ranks), lanes, near).unwrap();
+            window * lanes * usize::from(ranks)
+        };
+        let together: Vec<_> =
+            [1, 2, 4, 8].map(|ranks| [1, 2, 4].map(|l| of_ring(ranks, l))).into();
+        let four = 4 * (64 << 10);
+        for [one, two, more] in together {
+            assert!(two.max(more) <= one.max(four), "{one}, {two}, {more}");
+        }
     }
 
     #[test]

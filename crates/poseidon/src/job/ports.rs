@@ -75,6 +75,18 @@ impl Claims {
         self.hosts.iter().map(|host| on(*host)).min().unwrap_or(1)
     }
 
+    /// The lanes of a node whose host has a port of `rate`, if the rate decides.
+    ///
+    /// All nodes of a host share its port, and yet each of them needs about as many lanes as a node
+    /// alone: what it gives and takes inside the host is as much work as what passes the port less
+    /// (ADR 0016). That many it has if they keep half of its cores for computing. Together a host's nodes
+    /// have at least as many as the port needs.
+    fn lanes_at(&self, rate: Rate) -> u16 {
+        let (needed, nodes) = (lanes_for(rate, u16::MAX), self.fewest_on_a_host());
+        let most = if nodes > 1 { self.lanes / 2 } else { self.lanes };
+        needed.min(most.max(needed.div_ceil(nodes))).min(self.lanes.max(1))
+    }
+
     /// The nodes that measure, one for each host: its first worker, or its first server. They come rack
     /// after rack. Empty if nothing is to be measured.
     pub(crate) fn probers(&self) -> Vec<NodeId> {
@@ -195,9 +207,7 @@ impl Claims {
         merge_rates(&mut rates);
         // The slowest port is everybody's bound: more lanes than it needs gain nothing.
         let slowest = rates.iter().copied().min().unwrap_or(fastest);
-        // The lanes of all nodes of a host share its port.
-        let by_rate = lanes_for(slowest, u16::MAX).div_ceil(self.fewest_on_a_host());
-        let by_rate = if one_host { 1 } else { by_rate.min(self.lanes.max(1)) };
+        let by_rate = if one_host { 1 } else { self.lanes_at(slowest) };
         let lanes = if self.lanes_by_rate { by_rate.max(most_interfaces) } else { self.lanes };
         let port = |number: u16| Port { number, rate: rates[usize::from(number)] };
         let ports = ports.into_iter().map(port).collect();
@@ -424,10 +434,14 @@ mod tests {
     }
 
     #[test]
-    fn nodes_of_a_host_share_the_lanes_that_its_port_needs() {
-        let claims = claims(&[LinkRate::Measured; 6], &[0, 0, 0, 1, 1, 1]);
-        assert_eq!(settled(&claims, &[(0, 3, 10_000), (3, 0, 10_000)]).lanes(), 1);
-        assert_eq!(settled(&claims, &[(0, 3, 40_000), (3, 0, 40_000)]).lanes(), 3);
+    fn nodes_of_a_host_have_the_lanes_of_one_alone_if_there_are_cores_for_them() {
+        let lanes = |most, mbit| {
+            let claims = claims(&[LinkRate::Measured; 6], &[0, 0, 0, 1, 1, 1]);
+            settled(&Claims { lanes: most, ..claims }, &[(0, 3, mbit), (3, 0, mbit)]).lanes()
+        };
+        assert_eq!([8, 4, 2, 1].map(|most| lanes(most, 1_000)), [1; 4]);
+        assert_eq!([8, 4, 2, 1].map(|most| lanes(most, 10_000)), [2, 2, 1, 1]);
+        assert_eq!([8, 4, 2, 1].map(|most| lanes(most, 40_000)), [4, 3, 2, 1]);
     }
 
     #[test]

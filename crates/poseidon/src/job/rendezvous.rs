@@ -372,7 +372,9 @@ impl Opening<'_> {
             let their_lanes = all_lanes.div_ceil(interfaces);
             let window = windows.of(node, their_lanes, round_trip);
             let window = match heard.contains(&node) {
-                true => window.map(|window| window.max(lone_window(lanes, rate, round_trip))),
+                true => {
+                    window.map(|window| window.max(lone_window(lanes, lanes, rate, round_trip)))
+                }
                 false => window,
             };
             match is_long(round_trip) {
