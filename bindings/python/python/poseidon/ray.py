@@ -12,8 +12,8 @@
 ``run`` reserves a place for every worker (a placement group), starts an actor in each, tells it who
 it is in its environment, as torchrun would, and calls the function there. What the function returns
 comes back, by rank. If a worker fails, or its machine is lost, the others are ended. With
-``restarts`` all of them then begin again, up to so many times: a function that should not begin from
-scratch saves its state and loads it (``psd.save``, ``psd.load``).
+``restarts`` all of them then begin again, up to so many times, on other machines if need be: a
+function that should not begin from scratch saves its state and loads it (``psd.save``, ``psd.load``).
 """
 
 import os
@@ -48,8 +48,9 @@ def run(
 
     ``cpus`` and ``gpus`` are what each worker has. ``strategy`` is Ray's: ``PACK`` puts workers on
     few machines, ``SPREAD`` on many, ``STRICT_SPREAD`` on one each. ``environment`` is set for every
-    worker. ``patience`` is how many seconds to wait for the places. ``TORCHELASTIC_RESTART_COUNT`` tells a
-    worker how many restarts there were. If Ray has not been started, it is, on this machine.
+    worker. ``patience`` is how many seconds to wait for the places, and for the workers to start, each
+    time. ``TORCHELASTIC_RESTART_COUNT`` tells a worker how many restarts there were. If Ray has not been
+    started, it is, on this machine.
     """
     if workers < 1 or restarts < 0:
         raise ValueError(f"workers={workers}, restarts={restarts}: at least 1 and 0")
@@ -61,18 +62,20 @@ def run(
     bundle = {"CPU": cpus, **({"GPU": gpus} if gpus else {})}
     group = placement_group([bundle] * workers, strategy=strategy)
     try:
-        ready, _ = ray.wait([group.ready()], timeout=patience)
-        if not ready:
-            has = {name: n for name, n in ray.cluster_resources().items() if name in ("CPU", "GPU")}
-            raise TimeoutError(
-                f"no place for {workers} workers with {bundle} each within {patience} s: the "
-                f"cluster has {has}, and others may use it; strategy={strategy!r}"
-            )
         for attempt in range(restarts + 1):
+            # Ray looks for other places for those of a machine that was lost.
+            ready, _ = ray.wait([group.ready()], timeout=patience)
+            if not ready:
+                names = ("CPU", "GPU")
+                has = {name: n for name, n in ray.cluster_resources().items() if name in names}
+                raise TimeoutError(
+                    f"no place for {workers} workers with {bundle} each within {patience} s: the "
+                    f"cluster has {has}, and others may use it; strategy={strategy!r}"
+                )
             try:
                 actor = _actor(ray, cpus, gpus)
                 call = _Call(function, dict(arguments or {}), dict(environment or {}), attempt)
-                return _attempt(ray, actor, group, workers, call)
+                return _attempt(ray, actor, group, workers, call, patience)
             except WorkerFailed as failure:
                 if attempt == restarts:
                     raise
@@ -118,7 +121,7 @@ def _actor(ray, cpus, gpus):
     return ray.remote(num_cpus=cpus, num_gpus=gpus, max_restarts=0)(_Worker)
 
 
-def _attempt(ray, actor, group, workers, call):
+def _attempt(ray, actor, group, workers, call, patience):
     """Starts all workers and returns what they return. At the first failure all are ended."""
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -129,7 +132,7 @@ def _attempt(ray, actor, group, workers, call):
     actors = [start(index) for index in range(workers)]
     try:
         try:
-            places = ray.get([one.place.remote() for one in actors])
+            places = ray.get([one.place.remote() for one in actors], timeout=patience)
         except ray.exceptions.RayError as error:
             raise WorkerFailed(-1, f"a worker could not be started: {_words(error)}") from error
         actors, told, addresses = _describe(actors, places, call.attempt)
