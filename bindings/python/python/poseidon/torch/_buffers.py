@@ -38,8 +38,10 @@ class Buffers:
     def share(self, root: int, others: Sequence[Tensor] = ()) -> None:
         """Buffers, and ``others``, become those of worker ``root``, bit by bit, whatever their type and size."""
         self.is_due = False
+        if world_size() == 1:
+            return  # before all modules are searched for buffers, in every step
         tensors = self._tensors(others)
-        if not tensors or world_size() == 1:
+        if not tensors:
             return
         if self._group is None:
             self._group = Job.group("a model's buffers")
