@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # A cluster on one machine: network namespaces joined by a bridge, every port limited to one rate both ways.
-#   vcluster.sh up NODES RATE [--queue SIZE] [--racks RACKS --core RATE [--in-turn]] [--box INTERFACES]
+#   vcluster.sh up NODES RATE [--queue SIZE] [--slow RATE] [--racks RACKS --core RATE [--in-turn]] [--box INTERFACES]
 #                                 nodes 10.77.0.1 ... on eth0; RATE and SIZE as tc writes them, such as 1gbit and 256kb
+#       --slow RATE               the last node's port has this rate
 #       --racks RACKS             nodes are at so many bridges, in equal runs; every bridge has a link of
 #                                 --core, each way, to the others; --in-turn: one node to each, in turn
 #       --box INTERFACES          adds a machine with eth0, eth1 ..., each with a port of RATE; their
@@ -65,7 +66,7 @@ add_rack() {
   limit "$SWITCH" "down$1" "$CORE"
 }
 
-# A node of this number at this bridge.
+# A node of this number at this bridge, with a port of this rate.
 add_node() {
   local node=$PREFIX-node$1 port=port$1
   add_namespace "$node"
@@ -75,8 +76,8 @@ add_node() {
   ip -n "$node" link set eth0 up
   ip -n "$node" route replace 10.77.0.0/24 dev eth0 proto kernel scope link src "10.77.0.$1" congctl "$CONGESTION"
   # Leaving the node it is limited at the node's end, arriving at the switch's: queued, not dropped.
-  limit "$node" eth0
-  limit "$SWITCH" "$port"
+  limit "$node" eth0 "$3"
+  limit "$SWITCH" "$port" "$3"
 }
 
 # An interface of the box, of this number and with this address. All of them are in one network. The
@@ -106,18 +107,19 @@ add_box() {
 }
 
 up() {
-  local nodes=$1 racks='' in_turn=0 interfaces=0 bridge=bridge i
+  local nodes=$1 slow=$2 racks='' in_turn=0 interfaces=0 bridge=bridge i
   RATE=$2
   CORE=''
   shift 2
   while (($# > 0)); do
     case $1 in
       --queue) QUEUE=${2:?--queue needs a size, such as 256kb}; shift 2 ;;
+      --slow) slow=${2:?--slow needs a rate, such as 100mbit}; shift 2 ;;
       --racks) racks=${2:?--racks needs a number}; shift 2 ;;
       --core) CORE=${2:?--core needs a rate, such as 1gbit}; shift 2 ;;
       --in-turn) in_turn=1; shift ;;
       --box) interfaces=${2:?--box needs a number of interfaces}; shift 2 ;;
-      *) echo "vcluster.sh up: expected --queue, --racks, --core, --in-turn or --box, got '$1'" >&2
+      *) echo "vcluster.sh up: expected --queue, --slow, --racks, --core, --in-turn or --box, got '$1'" >&2
         exit 2 ;;
     esac
   done
@@ -136,7 +138,7 @@ up() {
   for ((i = 0; i < racks; i++)); do add_rack "$i"; done
   for ((i = 1; i <= nodes; i++)); do
     if ((racks > 0)); then bridge=rack$((in_turn ? (i - 1) % racks : (i - 1) * racks / nodes)); fi
-    add_node "$i" "$bridge"
+    add_node "$i" "$bridge" "$( ((i < nodes)) && echo "$RATE" || echo "$slow")"
   done
   if ((interfaces > 0)); then add_box "$nodes" "$interfaces"; fi
 }

@@ -62,6 +62,19 @@ impl Cluster {
         Self::made_by(up.envs(queue.map(|size| ("QUEUE", size))))
     }
 
+    /// As [`with_queue`](Self::with_queue). The last node has a port of `slow_mbit` Mbit/s.
+    pub(crate) fn with_slow(
+        nodes: u64,
+        mbit: u64,
+        slow_mbit: u64,
+        congestion: &str,
+        queue: &str,
+    ) -> Result<Self> {
+        let mut up = up(nodes, mbit, mbit.max(slow_mbit));
+        up.args(["--slow", &format!("{slow_mbit}mbit")]);
+        Self::made_by(up.env("CONGESTION", congestion).env("QUEUE", queue))
+    }
+
     /// As [`with_queue`](Self::with_queue), with racks or a box beside.
     pub(crate) fn with_beside(nodes: u64, mbit: u64, queue: &str, beside: Beside) -> Result<Self> {
         let mut up = match beside {

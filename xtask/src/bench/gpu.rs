@@ -32,9 +32,12 @@ pub(crate) struct Args {
     /// Who takes part [default: apart, ddp, ddp-nccl, ddp-poseidon, poseidon, poseidon-server]
     #[arg(long, value_enum, value_delimiter = ',')]
     contenders: Vec<Contender>,
-    /// Numbers of ranks, each in a namespace of its own [default: 2,4; with --quick 2]
+    /// Numbers of nodes, each a network namespace [default: 2,4; with --quick 2]
     #[arg(long, value_delimiter = ',', value_parser = clap::value_parser!(u64).range(2..=16))]
     nodes: Vec<u64>,
+    /// Ranks on every node, which share its port
+    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u64).range(1..=16))]
+    ranks_per_node: u64,
     /// Rates of every port in Gbit/s, each way [default: 1,10,25; with --quick 10]
     #[arg(long, value_delimiter = ',')]
     gbit: Vec<f64>,

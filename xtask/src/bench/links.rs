@@ -29,6 +29,9 @@ pub(crate) struct Args {
     /// Rates of every node's port in Mbit/s, each way; 100000 is as good as no limit
     #[arg(long, value_delimiter = ',', default_value = "1000", value_parser = clap::value_parser!(u64).range(1..))]
     mbit: Vec<u64>,
+    /// What the last node's port carries instead, in Mbit/s
+    #[arg(long, value_name = "MBIT", value_parser = clap::value_parser!(u64).range(1..))]
+    slow: Option<u64>,
     /// What the queue of a port holds, before packets are dropped
     #[arg(long, value_delimiter = ',', default_value = "2mb", value_parser = queue)]
     queues: Vec<Size>,
@@ -144,7 +147,8 @@ impl Bench<'_> {
                 let mut sizes = Vec::new();
                 for &size in &self.args.sizes {
                     // The rules do not look at the queue.
-                    let network = Network { nodes, mbit, queue: self.args.queues[0] };
+                    let (slow, queue) = (self.args.slow, self.args.queues[0]);
+                    let network = Network { nodes, mbit, slow, queue };
                     match network.left_out(size, machine, self.effort) {
                         None => sizes.push(size),
                         Some(why) => {
@@ -155,7 +159,8 @@ impl Bench<'_> {
                     }
                 }
                 for &queue in &self.args.queues {
-                    self.network(Network { nodes, mbit, queue }, &sizes, &mut summary)?;
+                    let network = Network { nodes, mbit, slow: self.args.slow, queue };
+                    self.network(network, &sizes, machine, &mut summary)?;
                 }
             }
         }
@@ -164,7 +169,13 @@ impl Bench<'_> {
     }
 
     /// All cases on one cluster.
-    fn network(&self, network: Network, sizes: &[Size], summary: &mut Summary) -> Result<()> {
+    fn network(
+        &self,
+        network: Network,
+        sizes: &[Size],
+        machine: Machine,
+        summary: &mut Summary,
+    ) -> Result<()> {
         let cases = |what: What| {
             let case = move |busy, &size| Case { network, what, busy, size };
             let busy = self.args.busy.iter();
@@ -177,9 +188,12 @@ impl Bench<'_> {
             summary.not_reached.extend(all);
             return Ok(());
         }
-        let Network { nodes, mbit, queue } = network;
-        let queue = format!("{}b", queue.0);
-        let cluster = Cluster::with_queue(nodes, mbit, Some(&self.args.congestion), Some(&queue))?;
+        let Network { nodes, mbit, slow, queue } = network;
+        let (queue, congestion) = (format!("{}b", queue.0), &self.args.congestion);
+        let cluster = match slow {
+            None => Cluster::with_queue(nodes, mbit, Some(congestion), Some(&queue)),
+            Some(slow) => Cluster::with_slow(nodes, mbit, slow, congestion, &queue),
+        }?;
         let mut contenders = Contenders {
             cluster: &cluster,
             words: [Vec::new(), Vec::new()],
@@ -201,6 +215,12 @@ impl Bench<'_> {
                 contenders.words[PEER] = peer;
             }
             for case in cases(what) {
+                let why = || network.too_many_products(case.size, self.args.rows, machine);
+                if let Some(why) = (what == What::Factors).then(why).flatten() {
+                    println!("left out: {case}, because {why}");
+                    summary.left_out.push((case.to_string(), why));
+                    continue;
+                }
                 if !self.fits(OVERHEAD * network.seconds(case.size, self.effort)) {
                     println!("not reached: {case}");
                     summary.not_reached.push(case);
@@ -350,9 +370,11 @@ mod tests {
         let line = ["links", "--sizes", "100MB", "--what", "push,all_reduce", "--busy", "0,1"];
         let args = Line::parse_from(line).args;
         let mut summary = Summary::new(Peer::Gloo, 10, "cubic", 32);
-        let network = Network { nodes: 8, mbit: 1000, queue: Size::mb(2) };
+        let network = Network { nodes: 8, mbit: 1000, slow: None, queue: Size::mb(2) };
         // No cluster is made for nothing.
-        bench(&args, Some(Instant::now())).network(network, &args.sizes, &mut summary).unwrap();
+        let machine = Machine { cores: 2, memory: 16 << 30 };
+        let bench = bench(&args, Some(Instant::now()));
+        bench.network(network, &args.sizes, machine, &mut summary).unwrap();
         assert_eq!((summary.cases.len(), summary.not_reached.len()), (0, 4));
     }
 

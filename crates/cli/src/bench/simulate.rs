@@ -5,7 +5,9 @@ use crate::lab::MOST_NODES;
 use crate::plan::{duration, queue};
 use crate::terminal::say;
 use anyhow::ensure;
-use poseidon::{ChunkSize, Cluster, Consistency, LayerKind, NodeId, Servers};
+use poseidon::{
+    ChunkSize, Cluster, Consistency, Encoding, Encodings, Layer, LayerKind, NodeId, Servers,
+};
 use poseidon_sim::outcome::Drops;
 use poseidon_sim::setup::{Jitter, Stragglers};
 use poseidon_sim::{
@@ -63,6 +65,10 @@ pub(crate) struct Args {
     #[arg(long, value_name = "N", default_value = "100MB", value_parser = super::exchange::bytes)]
     bytes: usize,
 
+    /// How numbers travel. The model has twice as many numbers of 'bf16' or 'f16'.
+    #[arg(long, value_name = "f32|bf16|f16", default_value_t = Encoding::F32)]
+    encoding: Encoding,
+
     /// Iterations to count, after three that are not.
     #[arg(long, value_name = "I", default_value_t = 10, value_parser = clap::value_parser!(u32).range(1..))]
     iters: u32,
@@ -101,6 +107,7 @@ struct Simulated {
     workers: u16,
     ranks_per_host: u16,
     bytes: usize,
+    encoding: Encoding,
     iters: u32,
     /// In bits per second.
     rate: f64,
@@ -129,7 +136,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
     let layer = ModelLayer {
         name: "model".into(),
         kind: LayerKind::Other,
-        parameters: args.bytes / size_of::<f32>(),
+        parameters: args.bytes / args.encoding.width(),
         rows: 1,
         forward_flops: 0.0,
         backward_flops: 0.0,
@@ -153,7 +160,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
         (None, None) => (0.0, Jitter::None),
     };
     let stragglers = Stragglers { jitter, slow: args.slow.clone() };
-    let setup = Setup {
+    let mut setup = Setup {
         scheme: SchemeRule::Ps,
         overlap: Overlap::Backward,
         consistency: args.sync,
@@ -164,12 +171,15 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
         seed: args.seed,
         ..Setup::new(&model, vec![LayerTime { forward: 0.0, backward }], cluster, 1, network)
     };
+    let encoded = |layer: Layer| layer.encoded(Encodings::both(args.encoding));
+    setup.layers = setup.layers.into_iter().map(encoded).collect();
     let outcome = simulate(&setup)?;
     ensure!(outcome.halt.is_none(), "the simulated exchange stopped: {}", outcome.reason);
     let simulated = Simulated {
         workers: args.nodes,
         ranks_per_host: args.ranks_per_host,
         bytes: args.bytes,
+        encoding: args.encoding,
         iters: args.iters,
         rate: args.rate.bits(),
         queue: args.queue,

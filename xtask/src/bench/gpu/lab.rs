@@ -24,6 +24,7 @@ pub(super) struct Lab {
     /// In the order of tables.
     pub(super) contenders: Vec<Contender>,
     pub(super) nodes: Vec<u64>,
+    pub(super) ranks_per_node: u64,
     pub(super) mbit: Vec<u64>,
     pub(super) rounds: u64,
     pub(super) steps: Option<u64>,
@@ -77,6 +78,7 @@ impl Lab {
             precisions,
             contenders,
             nodes: or(&args.nodes, &[2], &[2, 4]),
+            ranks_per_node: args.ranks_per_node,
             mbit: or(&mbit, &[10_000], &[1000, 10_000, 25_000]),
             rounds: args.rounds.unwrap_or(if args.quick { 3 } else { 6 }),
             steps: args.steps,
@@ -120,8 +122,7 @@ impl Lab {
         take: impl FnMut(&str) -> Result<()>,
     ) -> Result<()> {
         let mut all = cluster.on_every_node();
-        // Namespaces of one machine could share memory, which no cluster can.
-        all.env("POSEIDON_LINK", "tcp");
+        all.env("RANKS", self.ranks_per_node.to_string());
         self.lines(all, name, words, take)
     }
 

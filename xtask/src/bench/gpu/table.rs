@@ -25,8 +25,8 @@ const OURS: [Contender; 2] = [Contender::Poseidon, Contender::PoseidonServer];
 /// What the turns so far show.
 pub(super) fn finding(results: &Results, lab: &Lab) -> Finding {
     let mut text = format!(
-        "All ranks share this machine's GPU. Each is in a network namespace of its own, whose port has the given rate \
-         each way. Ranks are processes that start once; the contenders take turns in them, {} round(s) of at most {} \
+        "All ranks share this machine's GPU. Nodes are network namespaces, whose ports have the given rate each way. P is \
+         the number of nodes, with a rank each, or nodes x ranks on each. Ranks are processes that start once; the contenders take turns in them, {} round(s) of at most {} \
          steps and about {} s. A step ends when the device has done all of it, and takes as long as on its slowest \
          rank. A turn is the median of its steps, and the median of the turns counts. `apart` is the same without \
          synchronisation. The wire's bound is the time that a port needs for the bytes of a step with their \
@@ -92,8 +92,8 @@ fn overview(results: &Results, precision: &str) -> String {
         "{head} wire's bound, all-reduce | wire's bound, our plan |\n{line} ---: | ---: |\n"
     );
     for case in results.cases.iter().filter(|case| case.precision == precision) {
-        let Case { net, nodes, mbit, .. } = case;
-        text += &format!("| {net} | {nodes} | {} |", *mbit as f64 / 1000.0);
+        let (places, gbit) = (case.places(), case.mbit as f64 / 1000.0);
+        text += &format!("| {} | {places} | {gbit} |", case.net);
         for &contender in &results.contenders {
             text += &format!(" {} |", shown(results.median(case, contender, seconds), 3));
         }
@@ -107,18 +107,19 @@ fn overview(results: &Results, precision: &str) -> String {
 }
 
 fn details(results: &Results, case: &Case, contender: Contender) -> String {
-    let Case { net, precision, nodes, mbit, batch, .. } = case;
+    let Case { net, precision, nodes, ranks_per_node, mbit, batch, .. } = case;
     let times: Vec<_> = results.of(case, contender).map(seconds).collect();
     let Some(times) = Ratio::of(times) else { return String::new() };
     let Ratio { median, low, high, .. } = times;
     let bound = bound(results, case, contender).map(|bound| median / bound);
     format!(
-        "| {net} | {precision} | {nodes} | {} | {} | {median:.4} ({low:.4} to {high:.4}) | {} | {} | {:.1} | {} | {} | {} |\n",
+        "| {net} | {precision} | {} | {} | {} | {median:.4} ({low:.4} to {high:.4}) | {} | {} | {:.1} | {} | {} | {} |\n",
+        case.places(),
         *mbit as f64 / 1000.0,
         contender.words(),
         shown(bound, 2),
         ratio_words(beside_gloo(results, case, contender)),
-        (batch * nodes) as f64 / median,
+        (batch * nodes * ranks_per_node) as f64 / median,
         shown(results.median(case, contender, |turn| turn.cpu), 3),
         shown(results.median(case, contender, |turn| turn.sent / 1e6), 2),
         shown(results.median(case, contender, |turn| turn.by_factors as f64), 0),
@@ -131,8 +132,8 @@ fn verdicts(results: &Results) -> Vec<Verdict> {
         for ours in OURS.into_iter().filter(|ours| results.contenders.contains(ours)) {
             let Case { net, precision, nodes, mbit, .. } = case;
             let words = ours.words();
-            let at =
-                format!("{net} {precision}, {words}, P={nodes}, {} Gbit/s", *mbit as f64 / 1000.0);
+            let (places, gbit) = (case.places(), *mbit as f64 / 1000.0);
+            let at = format!("{net} {precision}, {words}, P={places}, {gbit} Gbit/s");
             let time = results.median(case, ours, seconds);
             let gloo = results.median(case, Contender::Ddp, seconds);
             let room =
@@ -159,7 +160,8 @@ fn verdicts(results: &Results) -> Vec<Verdict> {
                 measured: shown(times, 2),
                 met: times.map(|times| times <= AIM),
             });
-            if (net.as_str(), precision.as_str(), *nodes, *mbit) == ("vgg19", "fp32", 4, 10_000) {
+            let places = (*nodes, case.ranks_per_node, *mbit);
+            if (net.as_str(), precision.as_str(), places) == ("vgg19", "fp32", (4, 1, 10_000)) {
                 verdicts.push(Verdict {
                     target: format!("{at}: at most {VGG19} s"),
                     measured: shown(time, 3),
@@ -192,14 +194,18 @@ fn bound(results: &Results, case: &Case, contender: Contender) -> Option<f64> {
     Some(computing.max(wire))
 }
 
-/// Seconds that a port needs for its part of an exact all-reduce.
+/// Seconds that a node's port needs for its part of an exact all-reduce.
 fn all_reduce_wire(case: &Case) -> f64 {
     let nodes = case.nodes as f64;
     wire(2.0 * (nodes - 1.0) / nodes * case.gradient_bytes, case.mbit)
 }
 
-/// Seconds that a port needs for what the plan sends.
+/// Seconds that a port needs for what the plan sends. A plan tells the bytes of a rank, and what ranks of one
+/// node send each other passes no port.
 fn planned_wire(results: &Results, case: &Case, contender: Contender) -> Option<f64> {
+    if case.ranks_per_node > 1 {
+        return None;
+    }
     let planned = results.of(case, contender).find_map(|turn| turn.planned)?;
     Some(wire(planned, case.mbit))
 }

@@ -45,6 +45,8 @@ pub(super) struct Case {
     pub(super) net: String,
     pub(super) precision: String,
     pub(super) nodes: u64,
+    /// On every node.
+    pub(super) ranks_per_node: u64,
     pub(super) mbit: u64,
     /// Samples of each rank's step.
     pub(super) batch: u64,
@@ -90,10 +92,10 @@ pub(super) fn run(lab: &Lab, so_far: &mut dyn FnMut(Finding) -> Result<()>) -> R
             let cluster = Cluster::up(nodes, mbit, None)?;
             if let Err(error) = results.measure(lab, &cluster, nodes, mbit) {
                 // Other clusters may do better.
-                eprintln!("{nodes} ranks, {mbit} Mbit/s failed: {error:#}");
+                eprintln!("{nodes} nodes, {mbit} Mbit/s failed: {error:#}");
                 let story = lab.without_folders(&format!("{error:#}"));
                 let last = story.lines().last().unwrap_or_default();
-                results.failures.push(format!("{nodes} ranks, {mbit} Mbit/s: {last}"));
+                results.failures.push(format!("{nodes} nodes, {mbit} Mbit/s: {last}"));
             }
             so_far(table::finding(&results, lab))?;
         }
@@ -155,7 +157,7 @@ impl Results {
             ["--turn-seconds", &seconds],
         ];
         lab.on_cluster(cluster, SCRIPT, words.as_flattened(), |line| {
-            match self.take(line, nodes, mbit) {
+            match self.take(line, nodes, lab.ranks_per_node, mbit) {
                 Ok(Some(turn)) => lab.keep("training", turn)?,
                 Ok(None) => {}
                 // Time on the machine is dear: the turns that follow are worth having.
@@ -169,11 +171,25 @@ impl Results {
     }
 
     /// Takes in a line that the ranks have printed; a turn comes back.
-    fn take(&mut self, line: &str, nodes: u64, mbit: u64) -> Result<Option<&Turn>> {
+    fn take(
+        &mut self,
+        line: &str,
+        nodes: u64,
+        ranks_per_node: u64,
+        mbit: u64,
+    ) -> Result<Option<&Turn>> {
         let line = serde_json::from_str(line).with_context(|| line.to_owned())?;
         match line {
             Line::Net { net, precision, batch, gradient_bytes } => {
-                self.cases.push(Case { net, precision, nodes, mbit, batch, gradient_bytes });
+                self.cases.push(Case {
+                    net,
+                    precision,
+                    nodes,
+                    ranks_per_node,
+                    mbit,
+                    batch,
+                    gradient_bytes,
+                });
             }
             Line::Turn { net, precision, contender, round, ranks } => {
                 let is_this = |case: &&Case| {
@@ -188,7 +204,7 @@ impl Results {
             }
             Line::Failed { net, precision, contender, why } => {
                 let who = contender.map_or("everybody", Contender::name);
-                let at = format!("{net} {precision}, {nodes} ranks, {mbit} Mbit/s, {who}");
+                let at = format!("{net} {precision}, {nodes} nodes, {mbit} Mbit/s, {who}");
                 eprintln!("{at} failed: {why}");
                 self.failures.push(format!("{at}: {why}"));
             }
@@ -227,14 +243,25 @@ impl Results {
                 let value = self.median(case, *contender, |turn| turn.seconds)?;
                 Some(Bar { label: contender.label().to_owned(), colour: contender.colour(), value })
             };
-            let Case { net, precision, nodes, mbit, .. } = case;
+            let Case { net, precision, mbit, .. } = case;
+            let places = case.places();
             Bars {
-                title: format!("{net} {precision}, P={nodes}, {} Gbit/s", *mbit as f64 / 1000.0),
+                title: format!("{net} {precision}, P={places}, {} Gbit/s", *mbit as f64 / 1000.0),
                 y: "seconds per step".to_owned(),
                 bars: self.contenders.iter().filter_map(bar).collect(),
             }
         };
         self.cases.iter().map(panel).filter(|panel| !panel.bars.is_empty()).collect()
+    }
+}
+
+impl Case {
+    /// How many ranks: `4`, or `2x4` for two nodes with four each.
+    pub(super) fn places(&self) -> String {
+        match self.ranks_per_node {
+            1 => self.nodes.to_string(),
+            ranks => format!("{}x{ranks}", self.nodes),
+        }
     }
 }
 
@@ -259,12 +286,13 @@ impl Turn {
 
 impl std::fmt::Display for Turn {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let Case { net, precision, nodes, mbit, .. } = &self.case;
+        let Case { net, precision, mbit, .. } = &self.case;
         let (who, steps) =
             (self.contender.name(), self.ranks.first().map_or(0, |r| r.seconds.len()));
         write!(
             f,
-            "P={nodes} {mbit} Mbit/s {net} {precision} round {} {who:<15} {:.4} s ({steps} steps), CPU {:.3} s, {:.1} MB",
+            "P={} {mbit} Mbit/s {net} {precision} round {} {who:<15} {:.4} s ({steps} steps), CPU {:.3} s, {:.1} MB",
+            self.case.places(),
             self.round,
             self.seconds,
             self.cpu,
@@ -287,6 +315,7 @@ pub(super) mod tests {
             net: "vgg19".to_owned(),
             precision: "fp32".to_owned(),
             nodes: 4,
+            ranks_per_node: 1,
             mbit: 10_000,
             batch: 32,
             gradient_bytes,
@@ -330,8 +359,8 @@ pub(super) mod tests {
                "ranks": [{ranks}]}}"#
         );
         let mut results = Results::default();
-        assert!(results.take(NET, 2, 1000).unwrap().is_none());
-        let turn = results.take(&turn, 2, 1000).unwrap().unwrap();
+        assert!(results.take(NET, 2, 1, 1000).unwrap().is_none());
+        let turn = results.take(&turn, 2, 1, 1000).unwrap().unwrap();
         assert_eq!((turn.seconds, turn.cpu, turn.sent), (0.3, 0.5, 1e6));
         assert_eq!((turn.planned, turn.case.mbit), (Some(9.0), 1000));
     }
@@ -341,8 +370,8 @@ pub(super) mod tests {
         let mut results = Results::default();
         let line = r#"{"net": "tiny", "precision": "bf16", "kind": "failed", "contender": "ddp-nccl",
             "why": "no GPU"}"#;
-        assert!(results.take(line, 2, 1000).unwrap().is_none());
-        assert_eq!(results.failures, ["tiny bf16, 2 ranks, 1000 Mbit/s, ddp-nccl: no GPU"]);
-        assert!(results.take("{}", 2, 1000).is_err());
+        assert!(results.take(line, 2, 1, 1000).unwrap().is_none());
+        assert_eq!(results.failures, ["tiny bf16, 2 nodes, 1000 Mbit/s, ddp-nccl: no GPU"]);
+        assert!(results.take("{}", 2, 1, 1000).is_err());
     }
 }

@@ -76,7 +76,7 @@ impl Layout {
         if self.hosts() == 1 {
             return None;
         }
-        let network = Network { nodes: self.hosts(), mbit: port.0, queue: size };
+        let network = Network { nodes: self.hosts(), mbit: port.0, slow: None, queue: size };
         network.left_out(size, machine, effort)
     }
 }

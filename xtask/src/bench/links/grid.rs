@@ -25,6 +25,8 @@ pub(crate) enum What {
 pub(crate) struct Network {
     pub(crate) nodes: u64,
     pub(crate) mbit: u64,
+    /// What the last node's port carries instead.
+    pub(crate) slow: Option<u64>,
     pub(crate) queue: Size,
 }
 
@@ -62,6 +64,9 @@ const NODES_PER_CORE: u64 = 8;
 const CPU_SECONDS_PER_GB: f64 = 1.0;
 /// Part of the cores that may be needed to move the bytes. Beyond it a case measures processors.
 const CORES_PART: f64 = 0.8;
+/// Products that a core computes in a second, in floating-point operations: 32 nodes on 16 cores did 82e9
+/// (`bench/runs/2026-11-19-grid-16-cores`).
+const FLOPS: f64 = 80e9;
 /// From this size on an exchange fills the ports; smaller ones measure round trips.
 const FILLS_PORTS: Size = Size::mb(1);
 /// Copies of a buffer that a node has, both contenders together.
@@ -85,17 +90,25 @@ impl Machine {
 }
 
 impl Network {
-    /// Seconds that one exchange of `size` takes a port, without headers. Any exact exchange that
-    /// shares the work evenly sends all but a node's own part of the gradients, and its own part of
-    /// the sum to everyone else.
+    /// Seconds that one exchange of `size` takes the slowest port, without headers. Any exact exchange
+    /// that shares the work evenly sends all but a node's own part of the gradients, and its own part
+    /// of the sum to everyone else.
     pub(crate) fn port_seconds(&self, size: Size) -> f64 {
         let share = (self.nodes - 1) as f64 / self.nodes as f64;
         2.0 * size.0 as f64 * share / self.bytes_per_second()
     }
 
-    /// What a port carries each way.
+    /// What the slowest port carries each way.
     pub(crate) fn bytes_per_second(&self) -> f64 {
-        self.mbit as f64 * 1e6 / 8.0
+        self.slow.unwrap_or(self.mbit) as f64 * 1e6 / 8.0
+    }
+
+    /// Ports' rates in Mbit/s, in words.
+    pub(crate) fn rates(&self) -> String {
+        match self.slow {
+            None => self.mbit.to_string(),
+            Some(slow) => format!("{}, one {slow}", self.mbit),
+        }
     }
 
     /// Why this machine cannot show anything about this network and size, if it cannot.
@@ -107,8 +120,7 @@ impl Network {
                 self.nodes
             ));
         }
-        let rate = self.nodes as f64 * self.bytes_per_second() / 1e9;
-        let needed = rate * CPU_SECONDS_PER_GB;
+        let (rate, needed) = (self.gigabytes_per_second(), self.cores_for_bytes());
         if size >= FILLS_PORTS && needed > CORES_PART * cores as f64 {
             return Some(format!(
                 "{rate:.1} GB/s through all ports take about {needed:.1} cores, and {:.0}% of {cores} may be needed",
@@ -131,6 +143,39 @@ impl Network {
                 "the bytes of its {pairs} pairs take {seconds:.0} s, and {LONGEST:.0} is the most"
             )
         })
+    }
+
+    /// The same for a layer of `size` by factors of `rows` rows. Every node makes the sum of all factors,
+    /// and all nodes' processors are here. On a cluster each node has its own.
+    pub(crate) fn too_many_products(
+        &self,
+        size: Size,
+        rows: u64,
+        machine: Machine,
+    ) -> Option<String> {
+        let (nodes, numbers) = (self.nodes as f64, (size.0 / 4) as f64);
+        let products = nodes * 2.0 * nodes * rows as f64 * numbers;
+        let seconds = products / FLOPS / machine.cores as f64;
+        let part =
+            seconds / self.port_seconds(size) + self.cores_for_bytes() / machine.cores as f64;
+        (part > CORES_PART).then(|| {
+            format!(
+                "products of factors take {seconds:.2} s of all {} cores, {:.0}% of them are needed while Gloo's bytes \
+                 pass, and {:.0}% may be",
+                machine.cores,
+                100.0 * part,
+                100.0 * CORES_PART
+            )
+        })
+    }
+
+    /// Through all ports.
+    fn gigabytes_per_second(&self) -> f64 {
+        self.nodes as f64 * self.bytes_per_second() / 1e9
+    }
+
+    fn cores_for_bytes(&self) -> f64 {
+        self.gigabytes_per_second() * CPU_SECONDS_PER_GB
     }
 
     /// Iterations of a turn that are counted.
@@ -161,8 +206,8 @@ impl What {
 
 impl fmt::Display for Network {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { nodes, mbit, queue } = self;
-        write!(f, "{nodes} nodes, {mbit} Mbit/s, queue {queue}")
+        let Self { nodes, queue, .. } = self;
+        write!(f, "{nodes} nodes, {} Mbit/s, queue {queue}", self.rates())
     }
 }
 
@@ -181,7 +226,7 @@ mod tests {
     const EFFORT: Effort = Effort { pairs: 10, iters: None };
 
     fn network(nodes: u64, mbit: u64) -> Network {
-        Network { nodes, mbit, queue: Size::kb(256) }
+        Network { nodes, mbit, slow: None, queue: Size::kb(256) }
     }
 
     #[test]
@@ -212,6 +257,15 @@ mod tests {
     }
 
     #[test]
+    fn products_that_take_longer_than_the_bytes_are_left_out() {
+        let machine = Machine { cores: 16, ..TWO_CORES };
+        let why = |nodes, rows| network(nodes, 1000).too_many_products(Size::mb(10), rows, machine);
+        assert_eq!([why(16, 32), why(32, 8)], [None, None]);
+        let words = "0.13 s of all 16 cores, 108% of them";
+        assert!(why(32, 32).unwrap().contains(words), "{:?}", why(32, 32));
+    }
+
+    #[test]
     fn a_turn_is_short_and_has_an_iteration() {
         // 8 nodes, 10 MB at 1 Gbit/s: 18.35 MB a node, 0.147 s.
         let at = |size| network(8, 1000).iterations(size, EFFORT);
@@ -220,5 +274,8 @@ mod tests {
         assert_eq!(network(8, 1000).iterations(Size::mb(100), told), 7);
         let seconds = network(8, 1000).seconds(Size::mb(10), EFFORT);
         assert!((seconds - 20.0 * 4.0 * 0.1468).abs() < 0.01, "{seconds}");
+        let slow = Network { slow: Some(100), ..network(8, 1000) };
+        assert!((slow.port_seconds(Size::mb(10)) - 1.468).abs() < 0.001);
+        assert_eq!(slow.to_string(), "8 nodes, 1000, one 100 Mbit/s, queue 256KB");
     }
 }

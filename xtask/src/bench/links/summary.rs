@@ -67,7 +67,7 @@ pub(crate) struct Pair {
 }
 
 /// First line of `raw.csv`.
-pub(crate) const CSV_HEADER: &str = "nodes,mbit,queue_bytes,congestion,bytes,what,busy,pair,turn,\
+pub(crate) const CSV_HEADER: &str = "nodes,mbit,slow_mbit,queue_bytes,congestion,bytes,what,busy,pair,turn,\
     contender,iters,mean_s,median_s,p10_s,p90_s,cpu_s_per_iter,least_wire_bytes_per_iter";
 
 /// Part of the link that an exchange has to use, and the size from which on it has to.
@@ -121,9 +121,10 @@ impl Measured {
             for (name, turn, second) in turns {
                 let (m, turn_number) = (&turn.measurement, 1 + u8::from(second));
                 text += &format!(
-                    "{},{},{},{congestion},{},{},{busy},{},{turn_number},{name},{},{:.6},{:.6},{:.6},{:.6},{:.6},{:.0}\n",
+                    "{},{},{},{},{congestion},{},{},{busy},{},{turn_number},{name},{},{:.6},{:.6},{:.6},{:.6},{:.6},{:.0}\n",
                     network.nodes,
                     network.mbit,
+                    network.slow.map_or(String::new(), |mbit| mbit.to_string()),
                     network.queue.0,
                     size.0,
                     what.name(),
@@ -219,7 +220,7 @@ impl fmt::Display for Summary {
                 f,
                 "| {} | {} | {} | {} | {} | {} | {ours:.4} s | {theirs:.4} s | {} | {} | {} | {:.1}% | {our_cpu:.4} s | {their_cpu:.4} s |",
                 case.network.nodes,
-                case.network.mbit,
+                case.network.rates(),
                 case.network.queue,
                 case.size,
                 case.what.name(),
@@ -307,7 +308,7 @@ mod tests {
     }
 
     fn case(size: Size) -> Case {
-        let network = Network { nodes: 4, mbit: 8, queue: Size::kb(256) };
+        let network = Network { nodes: 4, mbit: 8, slow: None, queue: Size::kb(256) };
         Case { network, what: What::Push, busy: 1, size }
     }
 
@@ -367,6 +368,6 @@ mod tests {
         assert!(text.lines().all(|line| line.split(',').count() == columns), "{text}");
         // Whoever was second in one pair is first in the next.
         let second: Vec<_> = text.lines().nth(2).unwrap().split(',').collect();
-        assert_eq!(second[7..10], ["2", "2", "poseidon"]);
+        assert_eq!(second[8..11], ["2", "2", "poseidon"]);
     }
 }
