@@ -74,7 +74,8 @@ def build_command():
     if not SOURCES.is_file():
         print(f"{SOURCES} is not here: this package will not have the poseidon command")
         return
-    words = ["cargo", "build", "--profile", profile(), "--bin", "poseidon", "--manifest-path", str(SOURCES)]
+    words = ["cargo", "build", "--profile", told("profile") or "release", "--bin", "poseidon"]
+    words += ["--manifest-path", str(SOURCES), "--features", told("features")]
     built = subprocess.run([*words, "--message-format", "json-render-diagnostics"], stdout=subprocess.PIPE, check=True)
     messages = map(json.loads, built.stdout.splitlines())
     (executable,) = {message["executable"] for message in messages if message.get("executable")}
@@ -84,10 +85,10 @@ def build_command():
     shutil.copy2(executable, COMMAND)
 
 
-def profile():
-    """The profile that maturin is told to build with, or its own default."""
-    told = re.search(r"--profile[ =](\S+)", os.environ.get("MATURIN_PEP517_ARGS", ""))
-    return told[1] if told else "release"
+def told(option):
+    """What maturin is told by the environment; nothing if it is told nothing."""
+    found = re.search(rf"--{option}[ =](\S+)", os.environ.get("MATURIN_PEP517_ARGS", ""))
+    return found[1] if found else ""
 
 
 def version(text):

@@ -1,4 +1,4 @@
-//! `cargo xtask fuzz`, and the short run on the stable toolchain that is part of `cargo xtask test`.
+//! `cargo xtask fuzz`. A short run on the stable toolchain is one of the tests: `fuzz/tests/smoke.rs`.
 
 use crate::command::{command, succeed, works};
 use anyhow::{Result, bail};
@@ -23,12 +23,8 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     }
     let fuzz = ["rustup", "run", "nightly", "cargo", "fuzz", "run", "--features", "libfuzzer"];
     let seconds = format!("-max_total_time={}", args.seconds);
-    succeed(command(&fuzz).args([&args.target, "--", &seconds]))
-}
-
-/// Feeds a bounded number of seeded inputs to every target; needs neither nightly nor cargo-fuzz.
-pub(crate) fn smoke() -> Result<()> {
-    // Its dependencies are those of the workspace: one folder, so that they are built once.
-    let words = ["cargo", "test", "--manifest-path", "fuzz/Cargo.toml", "--target-dir", "target"];
-    succeed(&mut command(&words))
+    let mut fuzz = command(&fuzz);
+    fuzz.args([&args.target, "--", &seconds]);
+    // What a sanitizer adds does not go through the release profile's optimisation at link time.
+    succeed(fuzz.env("CARGO_PROFILE_RELEASE_LTO", "off"))
 }

@@ -1,9 +1,10 @@
 //! Installs Poseidon as the README says, and asks what was installed for its version.
 //!
-//! Only the profile differs: the build that tests have is there already, and a release takes minutes.
+//! The profile differs, and the features of dependencies: the build that tests have is there already,
+//! and a release takes minutes.
 
 use crate::command::{command, output, succeed, target_dir};
-use crate::python;
+use crate::python::{self, ONE_BUILD, TESTS};
 use crate::stages::Outcome;
 use anyhow::{Context, Result, ensure};
 use std::path::{self, Path};
@@ -15,8 +16,8 @@ pub(crate) fn stage() -> Result<Outcome> {
     if root.exists() {
         fs::remove_dir_all(&root).with_context(|| format!("emptying {}", root.display()))?;
     }
-    let words = ["cargo", "install", "--locked", "--path", "crates/cli", "--debug", "--root"];
-    succeed(command(&words).arg(&root))?;
+    let words = ["cargo", "install", "--locked", "--path", "crates/cli", "--debug"];
+    succeed(command(&words).args(["--features", ONE_BUILD, "--root"]).arg(&root))?;
     says_its_version(&root.join("bin/poseidon"))?;
 
     let python = python::environment()?;
@@ -30,7 +31,7 @@ pub(crate) fn stage() -> Result<Outcome> {
     wheel
         .arg(&wheels)
         .arg(python::PACKAGE)
-        .env("MATURIN_PEP517_ARGS", "--profile dev")
+        .env("MATURIN_PEP517_ARGS", format!("--profile {TESTS} --features {ONE_BUILD}"))
         .env("PATH", path);
     succeed(&mut wheel)?;
     let own = root.join("env");

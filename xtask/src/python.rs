@@ -6,11 +6,25 @@ use anyhow::{Context, Result};
 use std::env;
 
 pub(crate) const PACKAGE: &str = "bindings/python";
+/// The profile of tests, and the feature that lets them share what they build: see its crate.
+pub(crate) const TESTS: &str = "dev";
+pub(crate) const ONE_BUILD: &str = "one-build";
 /// A virtual environment of its own.
 const ENV: &str = "bindings/python/.env";
-/// What has to be importable before the package is built.
-const NEEDS: &str = "import expecttest, maturin, mypy, numpy, pytest, pytest_rerunfailures, safetensors, \
-                     tensorboard, torch";
+/// What its tests need.
+const REQUIREMENTS: &str = "bindings/python/requirements-test.txt";
+/// Fails if one of them is not there. Those for another Python or system need not be.
+const ALL_THERE: &str = "
+import sys
+from importlib.metadata import version
+from pip._vendor.packaging.requirements import Requirement
+
+for line in open(sys.argv[1]):
+    words = line.partition('#')[0].strip()
+    need = Requirement(words) if words else None
+    if need and (need.marker is None or need.marker.evaluate()):
+        assert need.specifier.contains(version(need.name), prereleases=True), need
+";
 
 /// Builds the package into its own environment, checks its types and runs its tests, the examples
 /// among them.
@@ -34,10 +48,10 @@ pub(crate) fn test_by_pytorch() -> Result<Outcome> {
 
 /// What the Python tests are about to install, in words, unless everything is there.
 pub(crate) fn will_install() -> Option<String> {
-    (!works(&[&format!("{ENV}/bin/python"), "-c", NEEDS])).then(|| {
+    (!works(&[&format!("{ENV}/bin/python"), "-c", ALL_THERE, REQUIREMENTS])).then(|| {
         format!(
-            "the stage `python` will install PyTorch and what the tests need into {ENV}: several \
-             gigabytes, some minutes"
+            "the stage `python` will install PyTorch, Ray and what else the tests need into {ENV}: \
+             several gigabytes, some minutes"
         )
     })
 }
@@ -45,7 +59,7 @@ pub(crate) fn will_install() -> Option<String> {
 /// The environment's Python, with the package built from this checkout.
 fn prepare() -> Result<String> {
     let python = environment()?;
-    build(&python, ENV, "dev")?;
+    build(&python, ENV, TESTS)?;
     Ok(python)
 }
 
@@ -57,8 +71,7 @@ pub(crate) fn environment() -> Result<String> {
         succeed(&mut command(&["python3", "-m", "venv", ENV])).context(
             "python3 with its venv module is needed (Debian: apt-get install python3-venv)",
         )?;
-        let wanted = format!("{PACKAGE}/requirements-test.txt");
-        succeed(&mut command(&[&python, "-m", "pip", "install", "--quiet", "-r", &wanted]))
+        succeed(&mut command(&[&python, "-m", "pip", "install", "--quiet", "-r", REQUIREMENTS]))
             .context("a package index must be reachable")?;
     }
     Ok(python)
@@ -70,5 +83,9 @@ pub(crate) fn build(python: &str, env: &str, profile: &str) -> Result<()> {
     let manifest = format!("{PACKAGE}/Cargo.toml");
     let words =
         [python, "-m", "maturin", "develop", "--quiet", "--profile", profile, "-m", &manifest];
-    succeed(command(&words).env("VIRTUAL_ENV", here.join(env)))
+    let mut develop = command(&words);
+    if profile == TESTS {
+        develop.args(["--features", ONE_BUILD]);
+    }
+    succeed(develop.env("VIRTUAL_ENV", here.join(env)))
 }

@@ -150,7 +150,7 @@ def test_any_number_of_workers_loads_it(saved):
 @pytest.fixture(scope="module")
 def poseidon():
     """The command `poseidon checkpoint` of this checkout."""
-    subprocess.run(["cargo", "build", "--quiet", "--package", "poseidon-cli"], cwd=ROOT, check=True)
+    subprocess.run(["cargo", "build", "--quiet", "--package", "poseidon-cli", "--features", "one-build"], cwd=ROOT, check=True)
     command = Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target"), "debug", "poseidon")
     return lambda *words: subprocess.run([command, "checkpoint", *map(str, words)], capture_output=True, text=True)
 

@@ -1,8 +1,9 @@
 //! How fast products are on each unit of this machine, in turns.
 //!
-//! Run: `cargo run --release -p poseidon-matrix --example products`
+//! Run: cargo run -p poseidon-matrix --example products -- 1 1
 //!
-//! More threads than one: `-- THREADS` after it.
+//! The arguments are numbers of threads and of rounds, without any 1 and 5; for figures that mean
+//! something add `--release`.
 
 use poseidon_matrix::{Matrix, Product, Unit};
 use std::time::{Duration, Instant};
@@ -42,13 +43,15 @@ const CASES: [(Way, [usize; 3]); 19] = [
 ];
 
 fn main() {
-    let threads = std::env::args().nth(1).map_or(1, |n| n.parse().expect("a number of threads"));
+    let number =
+        |at, other| std::env::args().nth(at).map_or(other, |n| n.parse().expect("a number"));
+    let (threads, rounds) = (number(1, 1), number(2, 5));
     println!("GFLOP/s on {threads} threads: the fastest run, and the one in the middle\n");
     let units = Unit::available().iter().map(|unit| format!("{:>17}", format!("{unit:?}")));
     println!("{:10}{:>18}{}", "", "shape", units.collect::<String>());
     // A machine's other tenants come and go: every case is measured at several times.
     let mut times = vec![vec![Vec::new(); Unit::available().len()]; CASES.len()];
-    for _ in 0..ROUNDS {
+    for _ in 0..rounds {
         for ((way, shape), times) in CASES.iter().zip(&mut times) {
             measure(*way, *shape, threads, times);
         }
@@ -68,7 +71,7 @@ fn main() {
         "\nMilliseconds for a step of gradient descent, weights in memory: the fastest, and the one in the middle\n"
     );
     for &unit in Unit::available() {
-        let [whole, pieces] = steps(unit, threads).map(|mut times| {
+        let [whole, pieces] = steps(unit, threads, rounds).map(|mut times| {
             times.sort();
             let ms = |time: Duration| time.as_secs_f64() * 1e3;
             format!("{:.1} {:.1}", ms(times[0]), ms(times[times.len() / 2]))
@@ -79,8 +82,6 @@ fn main() {
         );
     }
 }
-
-const ROUNDS: usize = 5;
 
 /// Adds to each unit's times.
 fn measure(way: Way, shape: [usize; 3], threads: usize, times: &mut [Vec<Duration>]) {
@@ -117,7 +118,7 @@ fn measure(way: Way, shape: [usize; 3], threads: usize, times: &mut [Vec<Duratio
 
 /// Steps by way of a gradient in memory, and piece by piece. Eight sets of weights have their turns, as eight workers of one
 /// machine would, so that none is in the cache when its turn comes.
-fn steps(unit: Unit, threads: usize) -> [Vec<Duration>; 2] {
+fn steps(unit: Unit, threads: usize, rounds: usize) -> [Vec<Duration>; 2] {
     const SHAPE: [usize; 3] = [1448, 256, 8870];
     let [rows, inner, columns] = SHAPE;
     let factors: Vec<f32> =
@@ -131,7 +132,7 @@ fn steps(unit: Unit, threads: usize) -> [Vec<Duration>; 2] {
     let mut all = vec![vec![0.0; rows * columns]; 8];
     let mut gradient = vec![0.0; rows * columns];
     let mut times = [Vec::new(), Vec::new()];
-    for _ in 0..ROUNDS {
+    for _ in 0..rounds {
         for weights in &mut all {
             let begin = Instant::now();
             product.write_to(&mut gradient);

@@ -20,8 +20,13 @@ const ARROWS: &[(&str, &[&str])] = &[
             "poseidon-matrix",
         ],
     ),
+    ("poseidon-fuzz", &["poseidon-core", "poseidon-checkpoint", "poseidon-link", "poseidon"]),
+    ("poseidon-one-build", &["poseidon-checkpoint", "poseidon"]),
     ("poseidon-nn", &["poseidon-core", "poseidon-matrix", "poseidon"]),
-    ("poseidon-python", &["poseidon-core", "poseidon-checkpoint", "poseidon"]),
+    (
+        "poseidon-python",
+        &["poseidon-core", "poseidon-checkpoint", "poseidon", "poseidon-one-build"],
+    ),
     ("poseidon-sim", &["poseidon-core"]),
     (
         "poseidon-cli",
@@ -31,6 +36,7 @@ const ARROWS: &[(&str, &[&str])] = &[
             "poseidon-link",
             "poseidon",
             "poseidon-nn",
+            "poseidon-one-build",
             "poseidon-sim",
         ],
     ),

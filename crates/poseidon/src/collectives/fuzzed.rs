@@ -35,7 +35,7 @@ const MOST: usize = 4096;
 /// # Panics
 /// If a frame changes memory that was not lent.
 pub fn route(input: &[u8]) -> Option<bool> {
-    let Some((which, mut frames)) = input.split_first() else { return None };
+    let (which, mut frames) = input.split_first()?;
     let mut memory: Vec<Vec<f32>> = (0..=RANKS).map(|_| margined()).collect();
     let mut list: Vec<Tensor> = memory.iter_mut().map(|values| tensor(values)).collect();
     let (one, op) = (list.remove(0), ReduceOp::Sum);
