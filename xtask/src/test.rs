@@ -13,6 +13,7 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
+use std::time::Instant;
 
 /// How much to test.
 #[derive(clap::Args)]
@@ -21,6 +22,9 @@ pub(crate) struct Args {
     /// torch.distributed, against the backend "poseidon"; CI runs this
     #[arg(long)]
     all: bool,
+    /// Begin nothing of what `--all` adds after so many minutes, and say what was left out
+    #[arg(long, requires = "all")]
+    minutes: Option<u64>,
     /// Stages to run, such as python [default: those that are named at the start]
     #[arg(long, value_name = "STAGE", value_delimiter = ',')]
     only: Vec<String>,
@@ -28,6 +32,16 @@ pub(crate) struct Args {
 
 /// Runs all tests. The pinned toolchain installs itself, and the Python tests their environment.
 pub(crate) fn run(args: &Args) -> Result<()> {
+    let start = Instant::now();
+    let if_in_time = |stage: fn() -> Result<Outcome>| match args.minutes {
+        Some(minutes) if start.elapsed().as_secs() >= 60 * minutes => {
+            Ok(Outcome::Skipped(format!("{minutes} minutes were over")))
+        }
+        _ => stage(),
+    };
+    let book = || if_in_time(docs::stage);
+    let miri = || if_in_time(miri::stage);
+    let by_pytorch = || if_in_time(python::test_by_pytorch);
     let mut stages: Vec<Stage<'_>> = vec![
         ("tests", &tests),
         ("doc tests", &doc_tests),
@@ -36,9 +50,11 @@ pub(crate) fn run(args: &Args) -> Result<()> {
         ("install", &install::stage),
     ];
     if args.all {
-        stages.push(("book", &docs::stage));
-        stages.push(("miri", &miri::stage));
-        stages.push(("pytorch's own", &python::test_by_pytorch));
+        stages.extend::<[Stage<'_>; 3]>([
+            ("book", &book),
+            ("miri", &miri),
+            ("pytorch's own", &by_pytorch),
+        ]);
     }
     let names: Vec<_> = stages.iter().map(|(name, _)| *name).collect();
     if let Some(unknown) = args.only.iter().find(|only| !names.contains(&only.as_str())) {

@@ -376,13 +376,15 @@ mod tests {
         assert_eq!((read.resent, read.probes), (0, 0), "{read:?}");
         assert!(read.round_trip > Duration::ZERO, "{read:?}");
         caller.set_nonblocking(true).unwrap();
-        // The first question whether there is room again is asked after 200 ms.
-        let full = std::iter::repeat_with(|| {
+        // The first question whether there is room again is asked after 200 ms, and later ones ever more
+        // rarely. On a machine that stands still, answers may be late.
+        let mut told = Vec::new();
+        let says_why = (0..50).any(|_| {
             fill(&mut caller);
-            delivery(&socket).unwrap()
+            told.push(delivery(&socket).unwrap().to_string());
+            told.last().is_some_and(|words| words.contains("its process does not read"))
         });
-        let full = full.take(200).find(|full| full.probes > 0).expect("its window stays full");
-        assert!(full.to_string().contains("its process does not read"), "{full}");
+        assert!(says_why, "{told:#?}");
     }
 
     /// Writes until nothing more is taken, often enough that an acknowledgement may come late. Returns

@@ -162,11 +162,19 @@ impl Drop for Running {
 impl Run {
     /// What `--json` printed, of a run that had nothing to complain about.
     pub(crate) fn report(&self) -> Value {
-        // A dedicated server says goodbye.
-        let quiet =
-            self.stderr.lines().all(|line| line.starts_with("[server ") && line.contains(" INFO "));
-        assert!(self.status.code() == Some(0) && quiet, "{self:?}");
+        assert!(self.status.code() == Some(0) && self.complaints().is_empty(), "{self:?}");
         serde_json::from_str(&self.stdout).unwrap_or_else(|e| panic!("{e}: {}", self.stdout))
+    }
+
+    /// What was said on stderr, but for two things: a dedicated server's goodbye, and that this machine
+    /// stood still or was slow, which it may be while other tests run.
+    pub(crate) fn complaints(&self) -> Vec<&str> {
+        let is_goodbye = |line: &str| line.starts_with("[server ") && line.contains(" INFO ");
+        let is_delay = |line: &str| {
+            line.contains(" WARN ")
+                && ["waiting for ", "was away for "].iter().any(|w| line.contains(w))
+        };
+        self.stderr.lines().filter(|line| !is_goodbye(line) && !is_delay(line)).collect()
     }
 }
 

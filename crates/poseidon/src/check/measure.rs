@@ -122,27 +122,41 @@ fn unix_us() -> f64 {
     now.as_secs_f64() * 1e6
 }
 
-/// Sends trains of bytes, each twice as long as the one before, until one takes long enough to be
-/// judged. That length is sent some more times, and the fastest train counts: what else a machine does
-/// can slow a train, and nothing makes one faster than the way. Returns bits per second.
+/// Sends trains of bytes until one can be judged. Returns bits per second.
 fn send_trains(stream: &mut Stream, round_trip: Duration) -> Result<u64, WayFailure> {
     let piece = vec![0; PIECE];
     let enough = LONG_ENOUGH + (round_trip * 10).min(LONGEST_WAIT);
-    let mut bytes = SHORTEST;
-    let mut fastest = loop {
-        let took = send_train(stream, &piece, bytes)?;
-        if took >= enough || bytes >= LONGEST {
-            break took;
-        }
-        bytes *= 2;
-    };
-    for _ in 0..REPEATS {
-        fastest = fastest.min(send_train(stream, &piece, bytes)?);
-    }
+    let (bytes, fastest) = judged_train(enough, |bytes| send_train(stream, &piece, bytes))?;
     let end = stream.write_all(&0u64.to_le_bytes());
     end.map_err(|e| WayFailure::Broken { why: e.to_string() })?;
     let seconds = fastest.saturating_sub(round_trip).as_secs_f64();
     Ok(Rate::of(bytes as u64, seconds).bits())
+}
+
+/// Sends trains, each length twice the one before, until the fastest of a length takes `enough`. Returns
+/// the length and that time.
+///
+/// The fastest counts: what else a machine does can slow a train, and nothing makes one faster than the
+/// way. A single slow train says nothing about its length. On a machine that stands still for a moment it
+/// may be a short one, and shapers let short trains pass at any speed.
+fn judged_train<E>(
+    enough: Duration,
+    mut send: impl FnMut(usize) -> Result<Duration, E>,
+) -> Result<(usize, Duration), E> {
+    let mut bytes = SHORTEST;
+    loop {
+        let mut fastest = send(bytes)?;
+        for _ in 1..TRAINS {
+            if fastest < enough && bytes < LONGEST {
+                break;
+            }
+            fastest = fastest.min(send(bytes)?);
+        }
+        if fastest >= enough || bytes >= LONGEST {
+            return Ok((bytes, fastest));
+        }
+        bytes *= 2;
+    }
 }
 
 /// Sends one train. Returns how long it took until its acknowledgement came.
@@ -209,7 +223,35 @@ const LONGEST: usize = 32 << 20;
 /// A train that takes this long, and ten round trips, is judged. At 1 Gbit/s it is of 8 MiB.
 const LONG_ENOUGH: Duration = Duration::from_millis(50);
 const LONGEST_WAIT: Duration = Duration::from_millis(500);
-/// How often a train that can be judged is sent again.
-const REPEATS: usize = 3;
+/// Trains of a length that is judged.
+const TRAINS: usize = 4;
 /// A train that takes longer has stalled: it was the first one, and slower than 44 kbit/s.
 const TRAIN_LIMIT: Duration = Duration::from_secs(6);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::convert::Infallible;
+
+    /// A shaper of 100 Mbit/s that lets 100 kB pass at once, on a machine that stands still in every third
+    /// train.
+    #[test]
+    fn a_moment_of_standing_still_does_not_make_a_short_train_count() {
+        let mut trains = 0;
+        let send = |bytes: usize| {
+            trains += 1;
+            let stood_still = if trains % 3 == 1 { 0.06 } else { 0.0 };
+            let seconds = bytes.saturating_sub(100_000) as f64 * 8.0 / 100e6 + stood_still;
+            Ok::<_, Infallible>(Duration::from_secs_f64(seconds))
+        };
+        let (bytes, took) = judged_train(LONG_ENOUGH, send).unwrap();
+        let mbit = bytes as f64 * 8.0 / took.as_secs_f64() / 1e6;
+        assert!((100.0..120.0).contains(&mbit), "{mbit} Mbit/s by {bytes} bytes");
+    }
+
+    #[test]
+    fn no_train_is_longer_than_the_longest() {
+        let at_once = |_| Ok::<_, Infallible>(Duration::ZERO);
+        assert_eq!(judged_train(LONG_ENOUGH, at_once), Ok((LONGEST, Duration::ZERO)));
+    }
+}
