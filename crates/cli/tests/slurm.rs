@@ -140,7 +140,7 @@ impl Slurm {
         let name = rustix::system::uname();
         let (host, at) = (name.nodename().to_str().unwrap(), |name| self.at(name));
         format!(
-            "ClusterName=test\nSlurmctldHost={host}(127.0.0.1)\nSlurmctldPort={}\n\
+            "ClusterName=test\nSlurmctldHost={host}(127.0.0.1)\nSlurmctldPort={}\nFirstJobId={}\n\
              AuthType=auth/munge\nAuthInfo=socket={}\nCredType=cred/munge\n\
              SlurmUser=root\nSlurmdUser=root\nStateSaveLocation={}\nSlurmdSpoolDir={}\n\
              SlurmctldPidFile={}\nSlurmdPidFile={}\nSlurmctldLogFile={}\nSlurmdLogFile={}\n\
@@ -151,6 +151,8 @@ impl Slurm {
              NodeName=n0 NodeHostname={host} NodeAddr=127.0.0.1 Port={} CPUs=2\n\
              NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={} CPUs=2\n\
              PartitionName=all Nodes=n0,n1 Default=YES MaxTime=10 State=UP\n",
+            port(0),
+            // A coordinator's port follows from the job's number, and two controllers are on one machine.
             port(0),
             at("munge.sock"),
             at("state"),
