@@ -351,10 +351,9 @@ pub(crate) fn receive(stream: &mut (impl Read + Tagged)) -> io::Result<Numbered>
     let mut body = Vec::new();
     stream.take(length as u64).read_to_end(&mut body)?;
     if body.len() < length {
-        return Err(invalid(format!(
-            "a control message of {length} bytes ended after {}",
-            body.len()
-        )));
+        // No nonsense: a node may hang up at any time.
+        let why = format!("a control message of {length} bytes ended after {}", body.len());
+        return Err(io::Error::new(io::ErrorKind::UnexpectedEof, why));
     }
     if let Some(mut tagging) = payload {
         stream.read_exact(&mut tag)?;
@@ -428,6 +427,19 @@ mod tests {
             Body::new(&Message::Stopping).unwrap().write(Some(7), &mut echo).unwrap();
             assert!(matches!(receive(&mut echo).unwrap().message, Message::Stopping));
             assert!(echo.bytes.is_empty());
+        }
+    }
+
+    #[test]
+    fn a_message_that_ends_early_is_a_connection_that_ended() {
+        let body =
+            Body::new(&Message::Gathered { values: vec![to_raw_value(&17).unwrap()] }).unwrap();
+        let mut echo = Echo::default();
+        body.write(Some(1), &mut echo).unwrap();
+        while echo.bytes.pop_back().is_some() {
+            let bytes = echo.bytes.clone();
+            let error = receive(&mut Echo { bytes, ..Echo::default() }).unwrap_err();
+            assert_eq!(error.kind(), io::ErrorKind::UnexpectedEof, "{error}");
         }
     }
 
