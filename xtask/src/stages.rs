@@ -25,6 +25,11 @@ struct Cost {
 
 /// Runs the stages in order.
 pub(crate) fn run(stages: &[Stage<'_>]) -> Result<()> {
+    run_within(None, stages)
+}
+
+/// Runs the stages in order. None begins after so many `minutes`.
+pub(crate) fn run_within(minutes: Option<u64>, stages: &[Stage<'_>]) -> Result<()> {
     let mut lines = Vec::new();
     let mut failure = None;
     let (start, cpu_before) = (Instant::now(), cpu_time());
@@ -34,8 +39,12 @@ pub(crate) fn run(stages: &[Stage<'_>]) -> Result<()> {
     };
     for (name, stage) in stages {
         println!("--- {name}");
+        let over = minutes.filter(|minutes| start.elapsed().as_secs() >= 60 * minutes);
         let (start, cpu_before) = (Instant::now(), cpu_time());
-        let result = stage();
+        let result = match over {
+            Some(minutes) => Ok(Outcome::Skipped(format!("{minutes} minutes were over"))),
+            None => stage(),
+        };
         let line = line(name, &ended(result.as_ref()), &since(start, cpu_before));
         println!("{line}");
         lines.push(line);
@@ -102,6 +111,13 @@ mod tests {
         let error = run(&[("sums", &fails), ("last", &last)]).unwrap_err();
         assert_eq!(format!("{error:#}"), "stage `sums` failed: two and two is five");
         assert!(!reached.get());
+    }
+
+    #[test]
+    fn no_stage_begins_when_the_time_is_over() {
+        let fails = || Err(anyhow!("it has begun"));
+        assert!(run_within(Some(0), &[("late", &fails)]).is_ok());
+        assert!(run_within(Some(1), &[("early", &fails)]).is_err());
     }
 
     #[test]
