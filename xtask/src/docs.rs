@@ -86,7 +86,7 @@ fn install() -> Result<()> {
     }
     let root = target_dir().join("mdbook");
     println!(
-        "mdbook {MDBOOK} is not there. It is built from crates.io into {} now, which takes some minutes",
+        "mdbook {MDBOOK} is not there. It is fetched and built into {} now, which takes some minutes",
         root.display()
     );
     fs::create_dir_all(&root)?;
