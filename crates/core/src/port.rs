@@ -106,13 +106,13 @@ const MULTI_GIGABIT: u64 = 2_750_000_000;
 /// The lanes that ports of `rate` need, if there are cores for `most`.
 ///
 /// Up to 2.5 Gbit/s it is one: more lanes would only add connections, which begin slowly and meet in
-/// the switch's queue (ADR 0011). Above, it is a lane for every 5 Gbit/s, and two at least. One lane
-/// carried 14 Gbit/s between two idle nodes, and eight lanes 5 Gbit/s each; a lane beside threads
-/// that compute has half a core.
+/// the switch's queue (ADR 0011). Above, it is a lane for every 8 Gbit/s, and two at least. One lane
+/// carried 14 Gbit/s between two idle nodes; a lane beside threads that compute has half a core. At 25
+/// and 40 Gbit/s three and four lanes were faster than eight, for half of the CPU time (ADR 0016).
 pub fn lanes_for(rate: Rate, most: u16) -> u16 {
     let needed = match rate.0 {
         bits if bits <= MULTI_GIGABIT => 1,
-        bits => bits.div_ceil(5_000_000_000).max(2),
+        bits => bits.div_ceil(8_000_000_000).max(2),
     };
     needed.min(u64::from(most.max(1))) as u16
 }
@@ -169,12 +169,19 @@ pub fn lone_window(
 ///   (`bench/runs/2026-11-18-ring-windows`).
 /// - Above, a millisecond is more. Where the queue does not hold it, packets are lost, and exchanges take
 ///   twice as long (`bench/runs/2026-11-18-windows-tried`). So the queue has to be known.
+/// - A queue that is too short for a millisecond of a very fast port may still be long. Then three quarters
+///   of it are shared out: whatever waits there fits. `None` if a link would get too little of it.
 pub fn window_of_two_queues(rate: Rate, links: usize, queue: Option<u64>) -> Option<usize> {
     if MEASURED.contains(&rate.0) {
         return (links == 1).then_some(TWO_QUEUES);
     }
-    let window = rate.bytes_in(SMALL_QUEUE + SLACK) as usize / links.max(1);
-    holds_what_waits(rate, queue).then(|| window.clamp(LONE_WINDOW, MOST_WINDOW))
+    if holds_what_waits(rate, queue) {
+        let window = rate.bytes_in(SMALL_QUEUE + SLACK) as usize / links.max(1);
+        return Some(window.clamp(LONE_WINDOW, MOST_WINDOW));
+    }
+    let fast = queue.filter(|_| rate.0 > OF_CORES)?;
+    let window = (fast / 4 * 3) as usize / links.max(1);
+    (window >= WORTH_IT).then(|| window.min(MOST_WINDOW))
 }
 
 /// Whether a host's own port of `rate` holds all that the kernel lets its connections have there, as far as
@@ -197,6 +204,8 @@ const TWO_QUEUES: usize = 512 << 10;
 /// What TCP small queues let wait at a port, in seconds: a millisecond at the rate at which the kernel
 /// paces a connection, which is a fifth more than what it carries.
 const SMALL_QUEUE: f64 = 1.2e-3;
+/// The smallest part of a queue that is better than [`LONE_WINDOW`].
+const WORTH_IT: usize = 256 << 10;
 /// If one of two queues holds all that the kernel lets wait, the other one still has half a millisecond.
 const SLACK: f64 = 0.5e-3;
 const LONE_WINDOW: usize = 64 << 10;
@@ -210,13 +219,9 @@ const MOST_WINDOW: usize = 1 << 20;
 
 /// What a measurement over one connection says of a port, in two significant digits.
 ///
-/// Above 11 Gbit/s the measurement may be of the cores and not of the port, so such a port counts as
-/// one of 40 Gbit/s: the cores decide how many lanes it has, and chance makes no port slower than
-/// another.
+/// Above 11 Gbit/s the measurement may be of the cores and not of the port. So the port carries at least
+/// this: windows of this size do not overflow it, and it has lanes enough for as much.
 pub fn judge_measured(rate: Rate) -> Rate {
-    if rate.0 > OF_CORES {
-        return Rate(40_000_000_000);
-    }
     let mut unit = 1;
     while rate.0 / unit >= 100 {
         unit *= 10;
@@ -348,12 +353,12 @@ mod tests {
     fn lanes_follow_the_speed() {
         let lanes = |mbit, most| lanes_for(rates([mbit])[0], most);
         let all = [100, 940, 2_500, 9_400, 10_000, 25_000, 37_000, 100_000];
-        assert_eq!(all.map(|mbit| lanes(mbit, 8)), [1, 1, 1, 2, 2, 5, 8, 8]);
+        assert_eq!(all.map(|mbit| lanes(mbit, 8)), [1, 1, 1, 2, 2, 4, 5, 8]);
         assert_eq!(all.map(|mbit| lanes(mbit, 2)), [1, 1, 1, 2, 2, 2, 2, 2]);
         assert_eq!(lanes(40_000, 0), 1);
-        // One connection between fast ports measures the cores.
+        // One connection between fast ports may measure the cores: that much they carry.
         let judged = |mbit| judge_measured(rates([mbit])[0]).bits() / 1_000_000;
-        assert_eq!([96, 938, 9_449, 13_000, 22_000].map(judged), [96, 940, 9_400, 40_000, 40_000]);
+        assert_eq!([96, 938, 9_449, 13_000, 22_000].map(judged), [96, 940, 9_400, 13_000, 22_000]);
     }
 
     proptest! {

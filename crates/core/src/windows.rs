@@ -315,6 +315,12 @@ mod tests {
         let small = fast(Some(1 << 20), 2, "10gbit");
         assert_eq!([small, fast(None, 2, "10gbit")], [Some(250_000); 2]);
         assert_eq!(fast(Some(2 << 20), 2, "25gbit"), small, "a neighbour is faster");
+        // A queue that does not hold 1.2 ms of 25 Gbit/s, but three quarters of which are much.
+        let faster = |queue, lanes| at(&six, lanes, "25gbit", "25gbit", queue, 1);
+        assert_eq!(faster(Some(4 << 20), 6), Some(885_416));
+        assert_eq!(faster(Some(2 << 20), 4), Some(384 << 10));
+        assert_eq!(faster(Some(2 << 20), 8), faster(None, 8), "too many share it");
+        assert_eq!(faster(Some(256 << 10), 1), faster(None, 1), "too short for one");
         assert_eq!(at(&six, 1, "100mbit", "100mbit", Some(2 << 20), 1), Some(64 << 10));
     }
 

@@ -6,6 +6,7 @@
 
 use super::channel::Gone;
 use super::outbox::Payload;
+use super::peer::Peer;
 use super::{Engine, HEARTBEAT, LINGER, TICK, message};
 use crate::Error;
 use poseidon_core::wire::{Header, Kind};
@@ -47,6 +48,14 @@ impl Engine {
             tracing::warn!(
                 "{name} was away for {away:.1?}: stopped, frozen or without a processor"
             );
+        }
+    }
+
+    /// Tells peers that stopped in the middle of a frame that this node is there.
+    pub(super) fn give_signs(&mut self, now: Duration) {
+        let is_due = |peer: &&mut Peer| peer.sign_due().is_some_and(|due| due <= now);
+        for peer in self.peers.iter_mut().flatten().filter(is_due) {
+            peer.send(message(Header::bare(Kind::Heartbeat, self.me, 0), Payload::None));
         }
     }
 

@@ -281,7 +281,12 @@ impl Engine {
         if polled.busy || due || failed || moved || self.peers.iter().flatten().any(ready) {
             return Next::Again;
         }
-        let wake = polled.wake.into_iter().chain(held).min();
+        let sign = self.peers.iter().flatten().filter_map(Peer::sign_due).min();
+        if sign.is_some_and(|due| due <= now) {
+            self.give_signs(now);
+            return Next::Again;
+        }
+        let wake = polled.wake.into_iter().chain(held).chain(sign).min();
         Next::Sleep(wake.map_or(self.next_tick, |wake| wake.min(self.next_tick)))
     }
 

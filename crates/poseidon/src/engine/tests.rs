@@ -425,6 +425,33 @@ fn a_heartbeat_goes_out_though_the_budget_is_spent() {
     assert!(beats >= 3.0 * Header::SIZE as f64, "{beats} bytes of heartbeats");
 }
 
+/// It may not know that there is room for the rest.
+#[test]
+fn a_peer_that_stops_in_the_middle_of_a_frame_is_given_signs() {
+    let (mut engine, [mut far, _two]) = engine();
+    let notes = Notes::default();
+    engine.attach(Scribe::boxed(1, &[0, 1], true, &notes), Duration::ZERO);
+    let whole = frame(&mut far, data(1, 1, 3, 100), &[7; 100]);
+    let (begin, rest) = whole.split_at(60);
+    write(&mut engine, &mut far, begin);
+    let mut signs_until = |engine: &mut Engine, ms: u64| {
+        let mut signs = Vec::new();
+        for now in (1..=ms).map(Duration::from_millis) {
+            engine.handle_ready(NodeId(1), true, true, false);
+            while engine.turn(now) == Next::Again {}
+            let mut heard = [0; Header::SIZE];
+            if far.read(&mut [IoSliceMut::new(&mut heard)]).is_ok_and(|n| n == Header::SIZE) {
+                assert_eq!(Header::decode(&heard).unwrap().kind, Kind::Heartbeat);
+                signs.push(now.as_millis());
+            }
+        }
+        signs
+    };
+    assert_eq!(signs_until(&mut engine, 200), [20, 40, 80, 160]);
+    write(&mut engine, &mut far, rest);
+    assert_eq!(notes.read(), ["frame 3 of 1"]);
+}
+
 /// Whatever is done to frames on their way, nothing comes of them, and the link is given up.
 #[test]
 fn a_frame_that_was_changed_repeated_moved_or_left_out_is_noticed() {

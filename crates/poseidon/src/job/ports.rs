@@ -441,17 +441,18 @@ mod tests {
         };
         assert_eq!([8, 4, 2, 1].map(|most| lanes(most, 1_000)), [1; 4]);
         assert_eq!([8, 4, 2, 1].map(|most| lanes(most, 10_000)), [2, 2, 1, 1]);
-        assert_eq!([8, 4, 2, 1].map(|most| lanes(most, 40_000)), [4, 3, 2, 1]);
+        assert_eq!([8, 4, 2, 1].map(|most| lanes(most, 40_000)), [4, 2, 2, 1]);
     }
 
     #[test]
     fn lanes_are_by_the_slowest_port_unless_they_are_told() {
         let mut claims = claims(&[LinkRate::Measured; 2], &[0, 1]);
         let lanes = |claims: &Claims, mbit| settled(claims, &[(0, 1, mbit)]).lanes();
-        assert_eq!([940, 9_400, 13_000].map(|mbit| lanes(&claims, mbit)), [1, 2, 8]);
+        assert_eq!([940, 9_400, 23_000].map(|mbit| lanes(&claims, mbit)), [1, 2, 3]);
         assert_eq!(claims.draft(settled(&claims, &[])).unwrap().lanes(), 1);
+        claims.lanes = 2;
+        assert_eq!([940, 9_400, 23_000].map(|mbit| lanes(&claims, mbit)), [1, 2, 2]);
         claims.lanes = 4;
-        assert_eq!([940, 9_400, 13_000].map(|mbit| lanes(&claims, mbit)), [1, 2, 4]);
         // Nothing is known.
         assert_eq!(settled(&claims, &[]).lanes(), 2);
         assert_eq!(ports(&settled(&claims, &[])), []);
