@@ -35,7 +35,10 @@ pub(crate) fn test() -> Result<Outcome> {
     let tests = format!("{PACKAGE}/tests");
     // As for Rust's tests (.config/nextest.toml): a test that passes at its second try is named.
     let words = ["-q", "--durations=3", "--reruns=2", "-rR"];
-    succeed(command(&[&python, "-m", "pytest"]).args(words).arg(tests))?;
+    // Tests mostly wait for their workers. Four processes run them, and tests of one group
+    // (`xdist_group`) in one process.
+    let at_once = ["-n4", "--dist=loadgroup"];
+    succeed(command(&[&python, "-m", "pytest"]).args(words).args(at_once).arg(tests))?;
     Ok(Outcome::Passed)
 }
 

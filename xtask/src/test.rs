@@ -13,6 +13,7 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
+use std::thread;
 
 /// How much to test.
 #[derive(clap::Args)]
@@ -63,13 +64,20 @@ const WORKSPACE: [&str; 5] =
 
 fn tests() -> Result<Outcome> {
     if works(&["cargo", "nextest", "--version"]) {
-        succeed(command(&["cargo", "nextest", "run"]).args(WORKSPACE))?;
+        let threads = ["--test-threads", &at_once().to_string()];
+        succeed(command(&["cargo", "nextest", "run"]).args(WORKSPACE).args(threads))?;
     } else {
         // Documentation tests and examples have stages of their own.
         let targets = ["--lib", "--bins", "--tests"];
         succeed(command(&["cargo", "test"]).args(WORKSPACE).args(targets))?;
     }
     Ok(Outcome::Passed)
+}
+
+/// How many tests run at a time. Most of them wait: for other processes, for a slow link, or until a
+/// peer that says nothing is given up.
+fn at_once() -> usize {
+    thread::available_parallelism().map_or(4, |cores| cores.get().max(4))
 }
 
 fn doc_tests() -> Result<Outcome> {

@@ -4,6 +4,7 @@ Workers are forked from one process, the fork server, which has imported torch a
 So torch is imported once, and not by every worker of every test.
 """
 
+import contextlib
 import gc
 import importlib
 import json
@@ -64,19 +65,22 @@ def attempt(function, workers, timeout=PATIENCE, environment=None, **arguments):
         return ended
 
 
-def free_port():
-    """A port that is free, and so is the one after it, where Poseidon's coordinator listens.
+def free_port(count=2):
+    """The first of so many ports after each other that are free. On the second listens Poseidon's coordinator.
 
-    It is none of those that the kernel gives to connections: on a machine with much to do, one of these may be
-    somebody's before the job has begun.
+    They are none of those that the kernel gives to connections: on a machine with much to do, one of these may be
+    somebody's before the job has begun. Each process of tests (pytest-xdist) takes them from a part of its own: what
+    another has found may not be in use yet.
     """
     given = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    process = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:])
+    part = (max(given, 20_000) - 10_000) // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1))
     while True:
-        port = random.randrange(10_000, max(given - 1, 20_000))
-        with socket.socket() as first, socket.socket() as second:
+        port = 10_000 + process * part + random.randrange(part - count)
+        with contextlib.ExitStack() as sockets:
             try:
-                first.bind(("127.0.0.1", port))
-                second.bind(("127.0.0.1", port + 1))
+                for one in range(port, port + count):
+                    sockets.enter_context(socket.socket()).bind(("127.0.0.1", one))
             except OSError:
                 continue
             return port

@@ -1,6 +1,6 @@
 """Documented commands that need torchrun are run by the real one.
 
-Commands without PyTorch are run by ``crates/cli/tests/documents.rs``, which checks that none is forgotten.
+Commands without PyTorch are run by ``crates/cli/tests/it/documents.rs``, which checks that none is forgotten.
 """
 
 import os

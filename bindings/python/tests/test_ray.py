@@ -24,6 +24,10 @@ SETTINGS = {
 }
 
 
+# One process has all of them, where several run tests (pytest-xdist): there is one Ray.
+pytestmark = pytest.mark.xdist_group("ray")
+
+
 @pytest.fixture(scope="module")
 def cluster():
     """One Ray for all tests. Places are counted, not measured: more than this machine has cores."""

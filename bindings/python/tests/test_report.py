@@ -1,7 +1,6 @@
 """What a job shows of itself."""
 
 import json
-import socket
 import sys
 import time
 import urllib.request
@@ -10,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from cluster import attempt, run
+from cluster import attempt, free_port, run
 from torch import nn
 
 STEPS = 3
@@ -164,21 +163,6 @@ def test_tensorboard_reads_scalars(tmp_path, monkeypatch):
         assert 0 <= found["poseidon/waiting_share"][1] <= 1, found
 
 
-def free_ports(count):
-    """The first of so many ports after each other that are free."""
-    while True:
-        with socket.socket() as first:
-            first.bind(("127.0.0.1", 0))
-            port = first.getsockname()[1]
-        try:
-            for following in range(port, port + count):
-                with socket.socket() as one:
-                    one.bind(("127.0.0.1", following))
-        except (OSError, OverflowError):
-            continue
-        return port
-
-
 def collectives(port):
     import poseidon._c10d_register
 
@@ -197,7 +181,7 @@ def collectives(port):
 
 
 def test_process_groups_have_metrics_and_a_report(tmp_path):
-    port = free_ports(4)
+    port = free_port(4)
     environment = {"POSEIDON_METRICS": str(port), "POSEIDON_REPORT": str(tmp_path)}
     for rank, (status, text, errors) in enumerate(attempt(collectives, 2, environment=environment, port=port)):
         assert status == 0, errors

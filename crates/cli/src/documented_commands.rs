@@ -1,5 +1,5 @@
 //! Commands that the documents and `--help` show are parsed by the parser that ships. A flag that is
-//! renamed, or a value that is no longer taken, fails here. Nothing is run: `tests/documents.rs`
+//! renamed, or a value that is no longer taken, fails here. Nothing is run: `tests/it/documents.rs`
 //! does that with the commands of documents.
 //!
 //! Lines of shell blocks count if `poseidon` or `cargo run` is in them: alone, under torchrun, mpirun,

@@ -1,4 +1,4 @@
-//! Reads the commands that documents show. `crates/cli/tests/documents.rs` includes this file, too.
+//! Reads the commands that documents show. `crates/cli/tests/it/documents.rs` includes this file, too.
 
 use std::fs;
 use std::path::{Path, PathBuf};
