@@ -1,6 +1,7 @@
 //! One end of the link to another node: frames in, frames out.
 
 mod aside;
+mod sign;
 
 use super::Channels;
 use super::channel::{Gone, Landing};
@@ -100,9 +101,6 @@ enum State {
     },
 }
 
-/// How long a peer may be silent in the middle of a frame before it is given a sign of life. What was lost
-/// is sent again by then, where systems can be told to (ADR 0017).
-const SIGN: Duration = Duration::from_millis(20);
 /// Bytes taken from one peer before the others get their turn.
 const READ_BUDGET: usize = 512 << 10;
 /// More than two sockets' buffers hold.
@@ -210,20 +208,6 @@ impl Peer {
     /// behind it.
     pub(super) fn is_parked(&self) -> bool {
         matches!(self.state, State::Parked(_))
-    }
-
-    /// When to say that this node is there, because the other end has stopped in the middle of a frame. It
-    /// may wait for room that this end has long offered: acknowledgements that overtake each other can
-    /// leave it with an old one, which says that there is none. TCP asks after 200 ms, then ever more
-    /// rarely. Whatever this end sends says it anew.
-    ///
-    /// `None` if there is no need. Every further time it is after twice as long.
-    pub(super) fn sign_due(&self) -> Option<Duration> {
-        let is_between = matches!(self.state, State::Header | State::Parked(_));
-        if is_between || self.gone.is_some() || self.has_unsent() || !self.is_budgeted() {
-            return None;
-        }
-        Some(self.heard.max(self.spoke) + SIGN.max(self.spoke.saturating_sub(self.heard)))
     }
 
     /// Hands all that is still to be written to `gone`, because the peer is gone.
