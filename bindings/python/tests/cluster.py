@@ -65,6 +65,20 @@ def attempt(function, workers, timeout=PATIENCE, environment=None, **arguments):
         return ended
 
 
+def all_say(folder, turn, rank, workers, yes):
+    """Whether all workers say yes at this turn, by files in ``folder``. All get the same answer, which a look of each
+    worker at the clock or at its own results does not give."""
+    own = Path(folder, f"said-{turn}-{rank}")
+    own.with_suffix(".new").write_text(str(int(yes)))
+    own.with_suffix(".new").rename(own)
+    files = [Path(folder, f"said-{turn}-{each}") for each in range(workers)]
+    deadline = time.monotonic() + PATIENCE
+    while not all(file.exists() for file in files):
+        assert time.monotonic() < deadline, f"turn {turn}: only {[file.name for file in files if file.exists()]}"
+        time.sleep(0.01)
+    return all(file.read_text() == "1" for file in files)
+
+
 def free_port(count=2):
     """The first of so many ports after each other that are free. On the second listens Poseidon's coordinator.
 

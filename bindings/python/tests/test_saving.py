@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy
 import pytest
 import torch
-from cluster import attempt, run
+from cluster import all_say, attempt, run
 from test_checkpoint import KINDS, begin, digest, train
 from torch import nn
 from torch.nn import functional as F
@@ -143,6 +143,8 @@ def noisy(folder, first, last, dies=False):
             saving = psd.save(folder, model, stepper, step=5, wait=False)
     if dies:
         saving.result()
+        # Nobody is to hear of the other one's death before its own.
+        all_say(folder, "dies", psd.rank(), 2, True)
         os.kill(os.getpid(), signal.SIGKILL)
     drawn = torch.rand(1).item(), random.gauss(0, 1), numpy.random.rand()
     ended = digest(model, stepper), drawn
