@@ -108,7 +108,7 @@ const MULTI_GIGABIT: u64 = 2_750_000_000;
 /// Up to 2.5 Gbit/s it is one: more lanes would only add connections, which begin slowly and meet in
 /// the switch's queue (ADR 0011). Above, it is a lane for every 8 Gbit/s, and two at least. One lane
 /// carried 14 Gbit/s between two idle nodes; a lane beside threads that compute has half a core. At 25
-/// and 40 Gbit/s three and four lanes were faster than eight, for half of the CPU time (ADR 0016).
+/// and 40 Gbit/s three and four lanes were faster than eight, for less CPU time (ADR 0016).
 pub fn lanes_for(rate: Rate, most: u16) -> u16 {
     let needed = match rate.0 {
         bits if bits <= MULTI_GIGABIT => 1,
@@ -179,8 +179,8 @@ pub fn window_of_two_queues(rate: Rate, links: usize, queue: Option<u64>) -> Opt
         let window = rate.bytes_in(SMALL_QUEUE + SLACK) as usize / links.max(1);
         return Some(window.clamp(LONE_WINDOW, MOST_WINDOW));
     }
-    let fast = queue.filter(|_| rate.0 > OF_CORES)?;
-    let window = (fast / 4 * 3) as usize / links.max(1);
+    let queue = queue.filter(|_| rate.0 > OF_CORES)?;
+    let window = (queue / 4 * 3) as usize / links.max(1);
     (window >= WORTH_IT).then(|| window.min(MOST_WINDOW))
 }
 
@@ -204,7 +204,8 @@ const TWO_QUEUES: usize = 512 << 10;
 /// What TCP small queues let wait at a port, in seconds: a millisecond at the rate at which the kernel
 /// paces a connection, which is a fifth more than what it carries.
 const SMALL_QUEUE: f64 = 1.2e-3;
-/// The smallest part of a queue that is better than [`LONE_WINDOW`].
+/// The smallest part of a queue that is taken instead of [`LONE_WINDOW`]. A choice: smaller parts were not
+/// measured.
 const WORTH_IT: usize = 256 << 10;
 /// If one of two queues holds all that the kernel lets wait, the other one still has half a millisecond.
 const SLACK: f64 = 0.5e-3;
